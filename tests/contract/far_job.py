@@ -29,8 +29,17 @@ def main(folder: Path) -> int:
     if attempt.mailbox.start(order.epoch, "far job") is not None:
         return 75
     print("variables", *sorted(os.environ), flush=True)
+    print("allowance", order.token_allowance, flush=True)
+    if mode == "floods":
+        while True:
+            print("x" * 4096)
+    if mode == "clashes":
+        os._exit(73)
+    if mode == "damages":
+        attempt.events.mkdir(exist_ok=True)
+        (attempt.events / "000001.jsonl").mkdir()
     with EventWriter(attempt, seconds=0.0) as sink, SpendingMeter(attempt) as meter:
-        for step in range(1 + (2 if order.resume else 0), 4):
+        for step in range(1 + order.resumed_step, 4):
             meter(10 * step, 5)
             checkpoint(folder, step)
             sink(Progress(step, 3, "far", 10 * step, time.time()))
@@ -48,6 +57,9 @@ def main(folder: Path) -> int:
                 return 0
     (folder / "outputs").mkdir()
     (folder / "outputs" / "table").write_text("1, 2, 3")
+    if mode == "babbles":
+        (folder / "result.json").write_text("{")
+        return 0
     attempt.write_result(JobResult("succeeded", {"table": Output("outputs/table", "file")}, tokens=30))
     return 0
 

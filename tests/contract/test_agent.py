@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +35,14 @@ class Node:
         self.url = (root / "mail" / "run" / "train" / "001").as_uri()
         self.mailbox = mailbox_at(self.url)
         self.attempt = StagedAttempt(root / "nothing", self.url, "run-train-1", self.blobs.url)
-        self.hold = root / "hold"
+        self.hold, self.most = root / "hold", None
 
     def order(self, mode: str = "plain", **words: Any) -> None:
         order = {"store_url": self.blobs.url, "inputs": {}, "params": {}, "cache_dir": "", **words}
         self.mailbox.replace(ORDER, JobOrder("run-train-1", "train", 0, epoch=1, **order).to_json())
         environment = {"PYTHONPATH": str(HERE), "JOB_MODE": mode, "JOB_HOLD": str(self.hold)}
         spec = JobSpec("run-train-1", self.url, "far_job", environment, secrets=("JUDGE_KEY",), epoch=1)
+        spec = replace(spec, max_seconds=self.most, grace_seconds=1.0)
         self.mailbox.once(REQUEST, spec.to_json())
 
     def start(self, incarnation: int = 0) -> subprocess.Popen[str]:
@@ -70,7 +72,7 @@ class Node:
     def holding(self) -> subprocess.Popen[str]:
         """An agent whose job waits in its second step, with that step's checkpoint staged."""
         self.hold.touch()
-        self.order()
+        self.order(token_allowance=100)
         agent = self.start()
         wait_until(lambda: 2 in self.attempt.checkpoint_steps() and self.steps()[-1:] == [2])
         return agent
@@ -120,21 +122,67 @@ def test_a_job_elsewhere_leaves_what_a_job_here_leaves_and_the_node_keeps_nothin
     assert sorted(path for path in (node.root / "mail").rglob("*") if path.is_file()) == written
 
 
-def test_a_requeued_job_goes_on_under_the_same_attempt_and_its_former_self_is_refused(node: Node) -> None:
+def test_a_requeued_job_goes_on_from_its_checkpoint_with_what_is_left_of_its_budget(node: Node) -> None:
     first = node.holding()
+    wait_until(lambda: node.attempt.spent() == 25)
     first.kill()
     wait_until(lambda: not node.jobs())  # it dies with its agent
     node.hold.unlink()
-    sent = set((node.root / "store" / "staging" / "run-train-1" / "0").iterdir())
     assert node.ends(node.start(incarnation=1)) == 0
-    assert node.steps() == [1, 2, 1, 2, 3]
+    assert node.steps() == [1, 2, 3]
+    assert "allowance 95" in node.log(), "5 tokens were spent beyond the checkpoint of step 2"
+    result = node.attempt.read_result()
+    assert result is not None
+    assert (result.tokens, node.attempt.spent()) == (35, 40)
     held = node.mailbox.started()
     assert held is not None
     assert held.incarnation == 1
-    again = {path.name for path in (node.root / "store" / "staging" / "run-train-1" / "1").iterdir()}
-    assert again.isdisjoint(path.name for path in sent), "equal parts were sent twice"
     assert node.ends(node.start(incarnation=1)) == ANOTHER_RUNS
-    assert node.ends(node.start(incarnation=0)) == ANOTHER_RUNS
+    assert node.ends(node.start(incarnation=0)) == ANOTHER_RUNS, "its former self is refused"
+
+
+@pytest.mark.slow
+def test_of_two_incarnations_that_overlap_the_later_one_ends_the_attempt(node: Node) -> None:
+    """A scheduler that took a node for dead; the node comes back."""
+    first = node.holding()
+    second = node.start(incarnation=1)
+    assert node.ends(first) not in (0, ANOTHER_RUNS)
+    node.hold.unlink()
+    assert node.ends(second) == 0
+    assert node.steps() == [1, 2, 3]
+    assert node.attempt.read_result() is not None
+
+
+@pytest.mark.slow
+def test_a_job_that_prints_without_end_keeps_its_limit_of_seconds(node: Node) -> None:
+    node.most = 3.0
+    node.order("floods")
+    assert node.ends(node.start()) == 0
+    result = node.attempt.read_result()
+    assert result is not None
+    assert result.failure is not None
+    assert (result.failure.kind, "maximum runtime" in result.failure.message) == ("budget", True)
+
+
+def test_a_job_that_damages_its_reports_has_failed_or_ends_like_one_here(node: Node) -> None:
+    node.order("damages")
+    assert node.ends(node.start()) in (0, 1)
+
+
+def test_an_exit_code_of_the_job_is_no_word_of_the_agent(node: Node) -> None:
+    node.order("clashes")
+    assert node.ends(node.start()) == 1
+
+
+def test_a_scratch_folder_that_others_may_write_is_refused(node: Node) -> None:
+    node.order()
+    (node.root / "scratch").mkdir(mode=0o777)
+    (node.root / "scratch").chmod(0o777)
+    agent = node.start()
+    said, _ = agent.communicate(timeout=PATIENCE)
+    assert agent.returncode == 2
+    assert "must be a folder of this user that nobody else may write" in said
+    assert node.mailbox.started() is None
 
 
 @pytest.mark.slow
@@ -181,6 +229,7 @@ def test_a_preempted_job_writes_its_checkpoint_and_no_result(node: Node) -> None
             "its trainer 'native' and libraries have the digest",
         ),
         ("plain", {"resume": f"sha256:{'0' * 64}"}, "is not in the artifact store"),
+        ("babbles", {}, "result.json"),
         ("escapes", {}, "output table must be a file or folder below outputs/, got '/etc/passwd'"),
     ],
 )

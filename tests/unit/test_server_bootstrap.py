@@ -12,7 +12,7 @@ from server_bench import ServerBench, attempt_with_access, granting, served, ser
 
 from posttrain.app.workspace import init_workspace
 from posttrain.domain.canonical import digest_bytes
-from posttrain.domain.errors import InfrastructureError, IntegrityError, UnavailableError
+from posttrain.domain.errors import InfrastructureError, IntegrityError, NotFoundError, UnavailableError
 from posttrain.domain.ids import Role
 from posttrain.domain.lifecycle import AttemptState
 from posttrain.server.attempts import BOOTSTRAP_PREFIX
@@ -46,6 +46,7 @@ class Remote:
         """As an agent does at its start; the token."""
         (self.folder / name).mkdir(exist_ok=True)
         self.boot.redeem(self.folder / name, patience=0.0)
+        self.boot.settle(self.folder / name)
         found = read_access(self.folder / name)
         assert found is not None
         return found.token
@@ -79,14 +80,25 @@ def test_each_redemption_revokes_what_the_former_incarnation_has(bench: ServerBe
         mine.redeem("third")
 
 
+def test_a_duplicate_that_does_not_begin_takes_nothing_from_the_job_that_runs(
+    bench: ServerBench, tmp_path: Path
+) -> None:
+    mine = Remote(bench, tmp_path)
+    token = mine.redeem()
+    (tmp_path / "duplicate").mkdir()
+    mine.boot.redeem(tmp_path / "duplicate", patience=0.0)
+    assert mine.status(token) == 200
+
+
 def test_neither_token_does_what_the_other_does(bench: ServerBench, tmp_path: Path) -> None:
     mine, other = Remote(bench, tmp_path), Remote(bench, tmp_path, "other")
     boot, token = mine.boot.token, mine.redeem()
     assert boot.startswith(BOOTSTRAP_PREFIX)
     assert mine.status(boot) == 401
     assert mine.status(boot, f"{PARTS}/{key_of(b'x')}", "PUT", b"x") == 401
-    for wrong in (token, other.redeem("other"), "", f"{BOOTSTRAP_PREFIX}{'x' * 43}", bench.tokens["root"]):
+    for wrong in ("", f"{BOOTSTRAP_PREFIX}{'x' * 43}", bench.tokens["root"]):
         assert mine.status(wrong, REDEEM, "POST") == 401
+    assert mine.status(other.redeem("other"), REDEEM, "POST") == 204, "its own attempt's"
     assert mine.status(token) == 200, "a refused redemption revokes nothing"
     assert mine.status(other.redeem("again")) == 404, "these are no inputs of its own"
     assert boot not in repr(mine.boot)
@@ -119,6 +131,10 @@ def test_a_part_arrives_whole_or_not_at_all(bench: ServerBench, tmp_path: Path) 
     store = backend_of(bench.workspace.blobs.url)
     name = f"staging/far-aaaaaaaa-sft-1/{key_of(data)}"
     assert b"".join(store.pieces(store.open(), name)) == data
+    assert ServedParts(tmp_path / "access", 0.0, lambda _: None).get(key_of(data)) == data
+    with pytest.raises(NotFoundError):
+        ServedParts(tmp_path / "access", 0.0, lambda _: None).get(key_of(b"other"))
+    assert mine.status(token, f"{PARTS}/{key_of(data)}?size=abc", "POST") == 204
     for path, body in (
         (key_of(data), b"other bytes"),
         (f"0/../../sha256/{'0' * 64}", data),

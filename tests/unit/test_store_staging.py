@@ -20,7 +20,7 @@ from posttrain.store import staging
 from posttrain.store.attempts import AttemptFolder, mailbox_at
 from posttrain.store.backends.remote import Remote
 from posttrain.store.blobs import ObjectBlobs, backend_of, open_blobs
-from posttrain.store.staging import StagedAttempt, StoredParts, Uploads, checkpoint_key
+from posttrain.store.staging import StagedAttempt, StoredParts, Uploads, checkpoint_key, relayed_log
 from posttrain.store.trees import tree_digest
 from s3_server import s3_server, use_s3
 
@@ -154,6 +154,29 @@ def test_equal_parts_are_sent_once(area: Area, monkeypatch: pytest.MonkeyPatch) 
     found = area.attempt.store_checkpoint(area.blobs, 1)
     assert found is not None
     assert area.blobs.get(digest_bytes(data * 3)) == data * 3
+
+
+def test_a_list_adopts_nothing_whose_bytes_are_not_staged(area: Area) -> None:
+    """Another project's artifact is in the store; its digest alone is no reason to have it."""
+    theirs = area.blobs.put(b"of another project")
+    for listed in ({"digest": theirs, "size": 0, "parts": []}, {"digest": theirs, "size": 18, "parts": [f"0/{HEX}"]}):
+        mailbox_at(area.url).replace(checkpoint_key(1), {"step": 1, "tokens": 0, "files": {"weights": listed}})
+        with pytest.raises(IntegrityError):
+            area.attempt.store_checkpoint(area.blobs, 1)
+    assert area.blobs.get(theirs) == b"of another project"
+
+
+def test_a_log_is_read_whole_however_its_pieces_and_characters_fall(tmp_path: Path) -> None:
+    mailbox, text = mailbox_at((tmp_path / "mail").as_uri()), "grüße 😀 €\n" * 7
+    data, at = text.encode(), 0
+    rng = random.Random(4)
+    while at < len(data):
+        at += mailbox.log(at, data[at : at + rng.randint(1, 5)])
+    assert mailbox.log(0, b"other words") < 6, "what is there stays"
+    found, cursor = "", 0
+    while (page := relayed_log(mailbox, cursor)).cursor > cursor:
+        found, cursor = found + page.text, page.cursor
+    assert found == text
 
 
 HEX = "0" * 64

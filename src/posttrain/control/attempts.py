@@ -51,7 +51,7 @@ def give_up(folders: AttemptFolders, attempt: AttemptRecord, why: str, *, begun:
         WorkspaceError: the attempt folder cannot be written; the attempt must then not end yet.
     """
     try:
-        held = folders.of(attempt).mailbox.bury(attempt.number, why, begun=begun)
+        held = folders.of(attempt).mailbox.bury(attempt.number, why, begun=begun and folders.remote(attempt.executor))
     except IntegrityError:  # a job that cannot read the start object does not start either
         return True
     return held is None or not _may_live(held)

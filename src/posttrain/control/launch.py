@@ -70,15 +70,31 @@ def find_checkpoint(
 
     Checkpoints that are incomplete or damaged, or that a job drops while they are read, do not count.
     """
+    rooted = max((one for one in own if one.resume), key=lambda one: one.resumed_step or 0, default=None)
     candidates = _candidates(stores.ledger, folders, stage, own, same)
     for step, attempt in sorted(candidates, key=lambda c: c[0], reverse=True):
+        if rooted is not None and step <= (rooted.resumed_step or 0):  # its files may be gone, its artifact is not
+            if known := _still_stored(stores, rooted):
+                return known
+            rooted = None
         try:
             found = folders.of(attempt).store_checkpoint(stores.blobs, step)
             if found and _whole(stores.blobs, found.digest) and tokens_in(stores.blobs, found.digest) == found.tokens:
                 return Found(found.digest, step, f"{attempt.run_id}/{attempt.stage}", found.tokens)
         except (InputError, IntegrityError):  # the checkpoint was dropped or replaced while it was read
             continue
-    return None
+    return _still_stored(stores, rooted) if rooted is not None else None
+
+
+def _still_stored(stores: Stores, attempt: AttemptRecord) -> Found | None:
+    """Return the checkpoint from which an earlier attempt resumed; None if it is damaged, or of an older version."""
+    if attempt.resume is None or attempt.resumed_step is None:
+        return None
+    try:
+        verify_tree(stores.blobs, attempt.resume)
+    except (IntegrityError, NotFoundError):
+        return None
+    return Found(attempt.resume, attempt.resumed_step, attempt.resumed_from or "", attempt.resumed_tokens or 0)
 
 
 def tokens_in(blobs: BlobStore, checkpoint: str | None) -> int:
@@ -264,8 +280,7 @@ def _plan(
         driven, left = transaction.snapshot.occupying(jobs.host, attempt.created_at)
         if left and unwatched is None:
             raise _UnwatchedError
-        # a remote scheduler queues by itself
-        free = 1 + rivals if jobs.executor.remote else jobs.slots - driven - (unwatched or 0)
+        free = free_slots(jobs, driven + (unwatched or 0), rivals)
         held = hold_back(manifest, stage, attempts, spent, free=free, rivals=rivals)
         if isinstance(held, tuple):
             return held
@@ -375,6 +390,11 @@ def taken_slots(stores: Stores, jobs: Jobs) -> tuple[int, int]:
         driven, left = now.occupying(jobs.host, stores.clock.now())
     found = jobs.executor.observe([jobs.folders.job(attempt) for attempt in left]) if left else []
     return driven, sum(seen.live for seen in found)
+
+
+def free_slots(jobs: Jobs, taken: int, rivals: int = 0) -> int:
+    """Return the number of free slots. A remote executor has a queue of its own: there is one for every rival too."""
+    return 1 + rivals if jobs.executor.remote else jobs.slots - taken
 
 
 def waits_for_devices(stores: Stores, jobs: Jobs, manifest: Manifest, stage: StageRecord, trainer: Trainer) -> bool:

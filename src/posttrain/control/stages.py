@@ -34,6 +34,7 @@ from posttrain.control.effects import (
 from posttrain.control.jobs import Jobs
 from posttrain.control.launch import (
     cache_key,
+    free_slots,
     launch_attempt,
     plan_attempt,
     record_launch,
@@ -136,7 +137,7 @@ def start_ready(stores: Stores, jobs: Jobs, view: View, stage: StageRecord) -> N
     # the planning transaction checks slots; they are checked before it too if the stage waits or needs a checkpoint
     before = stage.reason == Reason.WAITING_FOR_SLOT or bool(same) or bool(view.tries(stage.name))
     driven, unwatched = taken_slots(stores, jobs) if before else (0, None)
-    held = hold_back(manifest, stage, attempts, spent, free=jobs.slots - driven - (unwatched or 0))
+    held = hold_back(manifest, stage, attempts, spent, free=free_slots(jobs, driven + (unwatched or 0)))
     if isinstance(held, tuple):
         say(stores, stage, *held, cache_key=key)
         return

@@ -16,7 +16,9 @@ from __future__ import annotations
 
 import math
 import os
+import secrets
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -26,6 +28,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TypeVar
@@ -37,10 +40,11 @@ from posttrain.domain.errors import (
     InfrastructureError,
     InputError,
     IntegrityError,
+    NotFoundError,
     PosttrainError,
     is_full,
 )
-from posttrain.domain.jobs import ANOTHER_RUNS, Failure, InputBlob, JobOrder, JobResult
+from posttrain.domain.jobs import ANOTHER_RUNS, Failure, JobOrder, JobResult
 from posttrain.domain.jobspec import JobSpec
 from posttrain.domain.ports import BlobStore
 from posttrain.execution import processes
@@ -49,21 +53,24 @@ from posttrain.execution.executors.local.supervisor import Limit, command, job_e
 from posttrain.execution.trainers.installed import Trainers
 from posttrain.execution.trainers.native import NativeTrainer
 from posttrain.store.atomic import make_folder, open_plain
-from posttrain.store.attempts import AttemptFolder, mailbox_at
+from posttrain.store.attempts import AttemptFolder, mailbox_at, spending
 from posttrain.store.backends.served import ServedBlobs
-from posttrain.store.blobs import open_blobs
-from posttrain.store.mailbox import EVENTS, ORDER, REQUEST, SAMPLES, ControlKind, Mailbox, Start
+from posttrain.store.blobs import ObjectBlobs, open_blobs
+from posttrain.store.mailbox import EVENTS, ORDER, REQUEST, SAMPLES, ControlKind, Mailbox
 from posttrain.store.mailboxes.served import ServedObjects
 from posttrain.store.retries import Bootstrap, RefusedError
-from posttrain.store.staging import PartObjects, ServedParts, StoredParts, Uploads
+from posttrain.store.staging import PartObjects, ServedParts, StoredParts, Uploads, fetch_checkpoint
 from posttrain.store.trees import materialise, scratch
 
 T = TypeVar("T")
+RAN = "ran.json"  # in the mailbox: the seconds that all incarnations of the job ran
 _RELAY_SECONDS = 0.5  # between two looks at the job's mailbox
 _LOOK_SECONDS = 2.0  # between two looks at the attempt's mailbox
-_FENCE_SECONDS = 15.0  # between two checks that no later incarnation began
+_FENCE_SECONDS = 5.0  # between two checks that no later incarnation began
+_OVERLAP_SECONDS = 8.0  # for which a new incarnation waits, so that an earlier one that still runs has ended itself
 _LOG_SECONDS = 5.0  # after which unread output is relayed even if it is short
 _LOG_BYTES = 256 << 10
+_LOG_MOST = 1 << 30  # bytes of output that are relayed
 _PIECE = 4 << 20
 _SILENT_SECONDS = 600.0  # for which the store may be unreachable before the agent gives the job up
 _SERVER_SECONDS = 5.0  # for which a request to the mailbox waits for a server; the next round tries again
@@ -72,48 +79,54 @@ _ENDING_SECONDS = 600.0  # a scheduler that sent SIGTERM kills the agent within 
 
 
 class Relay:
-    """Copies between the job's mailbox, which is in its folder, and the attempt's."""
+    """Copies between the job's mailbox, which is in its folder, and the attempt's.
 
-    def __init__(self, attempt: AttemptFolder, outside: Mailbox, mine: str) -> None:
-        self._attempt, self._inside, self._outside, self._mine = attempt, attempt.mailbox, outside, mine
+    Args:
+        spent: tokens that earlier incarnations spent beyond the checkpoint from which the job resumes.
+        ran: seconds that earlier incarnations ran.
+    """
+
+    def __init__(self, attempt: AttemptFolder, outside: Mailbox, spent: int = 0, ran: float = 0.0) -> None:
+        self._attempt, self._inside, self._outside, self._spent = attempt, attempt.mailbox, outside, spent
         self._first = {stream: outside.last(stream) for stream in (EVENTS, SAMPLES)}  # of earlier incarnations
         self._sent = dict.fromkeys(self._first, 0)
-        self._orders: list[int] = []  # numbers of the attempt's orders, as the job numbers them
-        self._acknowledged, self._summary, self._meter = 0, b"", b""
-        self._staged = set(outside.checkpoints())
+        self._orders: list[tuple[int, int | None]] = []  # numbers of each order outside and inside; None: done before
+        self._summary, self._meter = b"", b""
+        self._done = set(outside.checkpoints())  # steps that are staged, or cannot be
         self._logged = self._begun = outside.log_end()
-        self._written = time.monotonic()
+        self._written, self._started, self._ran = time.monotonic(), time.monotonic(), ran
 
     def up(self) -> None:
         """Copy facts, samples, progress, spending and acknowledgements of the job."""
         for stream, first in self._first.items():
-            for number, data in self._inside.segments(stream, self._sent[stream]):
+            for number, data in self._inside.segments(stream, self._sent[stream], _pass_over):
                 self._outside.append(stream, first + number, data)
                 if stream == EVENTS:
                     self._outside.pack(stream, first + number)
                 self._sent[stream] = number
         summary = self._inside.summary()
         if summary is not None and (said := repr(summary).encode()) != self._summary:
-            self._outside.summarise(replace(summary, segment=self._first[EVENTS] + summary.segment))
+            tokens, segment = summary.tokens + self._spent, self._first[EVENTS] + summary.segment
+            self._outside.summarise(replace(summary, tokens=tokens, segment=segment))
             self._summary = said
         meter = self._inside.metered()
-        if meter != self._meter:
-            self._outside.meter(meter)
+        if meter != self._meter and (spent := spending(meter)) is not None:
+            self._outside.replace_meter(spent + self._spent)
             self._meter = meter
-        for number in self._orders[self._acknowledged :]:
-            if not self._inside.acknowledged(self._orders.index(number) + 1):
-                break
-            self._outside.acknowledge(number)
-            self._acknowledged += 1
+        for place, (outer, inner) in enumerate(self._orders):
+            if inner is not None and self._inside.acknowledged(inner):
+                self._outside.acknowledge(outer)
+                self._orders[place] = (outer, None)
 
     def down(self) -> None:
-        """Copy new orders to the job."""
-        for control in self._outside.controls(self._orders[-1] if self._orders else 0):
-            self._inside.order(control.kind)
-            self._orders.append(control.number)
+        """Copy new orders to the job, and record how long it runs."""
+        for control in self._outside.controls(self._orders[-1][0] if self._orders else 0):
+            done = self._outside.acknowledged(control.number)
+            self._orders.append((control.number, None if done else self._inside.order(control.kind)))
+        self._outside.replace(RAN, {"seconds": self._ran + time.monotonic() - self._started})
 
     def log(self, *, whole: bool = False) -> None:
-        """Copy output of the job: much of it at once, or what has waited for some seconds.
+        """Copy output of the job: a piece that is long or has waited for some seconds.
 
         Args:
             whole: whether to copy all of it now.
@@ -122,22 +135,33 @@ class Relay:
         with suppress(FileNotFoundError, IntegrityError), open_plain(self._attempt.log) as file:
             file.seek(self._logged - self._begun)
             while (data := file.read(_PIECE)) and (late or len(data) >= _LOG_BYTES):
-                self._outside.log(self._logged, data)
-                self._logged += len(data)
+                if self._logged - self._begun >= _LOG_MOST:
+                    self._outside.log(self._logged, b"\n[the rest of the log is not relayed]\n")
+                    return
+                self._logged += self._outside.log(self._logged, data)
                 self._written = time.monotonic()
+                if not whole:  # the job's end, its orders and its limit wait for this call
+                    return
 
-    def fenced(self) -> Start | None:
-        """Return the later start or tombstone that ends this incarnation; None: it may go on."""
-        held = self._outside.started()
-        return None if held is None or held.token == self._mine else held
+    def newest(self) -> int | None:
+        """Return the step of the job's newest checkpoint; None: it is staged, or cannot be, or there is none."""
+        step = next(iter(self._attempt.checkpoint_steps()[-1:]), None)
+        return None if step in self._done else step
 
-    def checkpoints(self) -> Iterator[tuple[int, int, Path]]:
-        """Yield step, tokens and folder of the job's newest committed checkpoint, once."""
-        for step in self._attempt.checkpoint_steps()[-1:]:
-            found = None if step in self._staged else self._attempt.checkpoint(step)
-            if found is not None:
-                self._staged.add(step)
-                yield found.step, found.tokens, found.path
+    def stage(self, step: int, uploads: Uploads) -> None:
+        """Stage a checkpoint if it is valid.
+
+        Raises:
+            PosttrainError, OSError: it was not staged, and may be staged later.
+        """
+        found = self._attempt.checkpoint(step)
+        if found is not None:
+            uploads.checkpoint(found.step, found.tokens, found.path)
+        self._done.add(step)
+
+
+def _pass_over(error: IntegrityError) -> None:
+    print(f"agent: {error}", flush=True)
 
 
 @dataclass(slots=True)
@@ -150,6 +174,8 @@ class Agent:
     bootstrap: str = field(default="", repr=False)  # of a server's job; empty: the node has keys of its own
     told: int = 0  # the signal that asked the agent to end
     lost: str = ""  # why the job was given up
+    job: int = 0  # process of the job
+    _token: str = field(default_factory=lambda: secrets.token_hex(8))  # identifies this incarnation's start
     _team: Bootstrap | None = None
     _folder: Path | None = None  # with the job's access to its server
 
@@ -158,52 +184,66 @@ class Agent:
 
         Returns:
             The exit code: 0 if there is a result, `ANOTHER_RUNS` if the attempt has another job or has ended, that of
-            the job if it wrote no result.
+            the job if it wrote no result, negative for a signal.
 
         Raises:
             PosttrainError: the job cannot be started or its result cannot be published; nothing is published.
         """
+        _refuse_shared(self.scratch)
         with scratch(self.scratch, "job-") as folder:
             outside = self._mailbox(folder)
             order, spec = self._insist(lambda: self._read(outside))
-            process = processes.identity(os.getpid()) or ""
-            held = self._insist(lambda: outside.start(order.epoch, process, self.incarnation))
+            before, process = self._insist(outside.started), processes.identity(os.getpid()) or ""
+            held = self._insist(lambda: outside.start(order.epoch, process, self.incarnation, self._token))
             if held is not None:
                 print(f"job {order.name} computes nothing: {held.cancelled or f'{held.host}:{held.pid} has it'}")
                 return ANOTHER_RUNS
-            mine = outside.started()
+            if self._team is not None:
+                self._team.settle(folder)
             attempt = AttemptFolder(folder / "attempt", "")
             make_folder(attempt.path)
-            uploads = Uploads(self._parts(folder, order), outside, self.incarnation)
-            relay = Relay(attempt, outside, mine.token if mine else "")
+            over = threading.Event()
+            fence = threading.Thread(target=self._fence, args=(outside, over), daemon=True)
+            fence.start()
             with self._output(attempt.log), self._signals(attempt):
                 try:
-                    if not self._fetched(outside, order, attempt, folder):
-                        return 0
-                    code = self._supervise(spec, attempt, relay, uploads)
-                    if self.lost:
-                        raise ConflictError(self.lost)
-                    return self._insist(lambda: self._publish(outside, attempt, relay, uploads, code))
-                except PosttrainError as error:
-                    print(f"agent: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-                    raise
+                    if before is not None:
+                        over.wait(_OVERLAP_SECONDS)
+                    return self._compute(outside, order, spec, attempt, folder)
                 finally:
-                    uploads.close()
-                    with suppress(PosttrainError):
-                        relay.log(whole=True)
+                    over.set()
 
-    def _mailbox(self, folder: Path) -> Mailbox:
-        if not self.bootstrap:
-            return mailbox_at(self.url)
-        self._team = Bootstrap.from_json(self.bootstrap)
-        self._team.redeem(folder)
-        self._folder = folder
-        return Mailbox(ServedObjects(folder, _SERVER_SECONDS))
+    def _compute(self, outside: Mailbox, order: JobOrder, spec: JobSpec, attempt: AttemptFolder, folder: Path) -> int:
+        parts = self._parts(folder, order)
+        uploads = Uploads(parts, outside, self.incarnation, lambda: self.lost)
+        relay = self._insist(lambda: Relay(attempt, outside))
+        try:
+            try:
+                spent, ran = self._fetch(outside, order, attempt, folder, parts)
+            except InfrastructureError:
+                raise
+            except (PosttrainError, OSError) as error:  # this node is the reason
+                outside.answer(_failed(error).to_json())
+                return 0
+            relay = self._insist(lambda: Relay(attempt, outside, spent, ran))
+            code, over = self._supervise(spec, ran, attempt, relay, uploads)
+            if code == ANOTHER_RUNS:  # only an agent's word: this job had its folder alone
+                code = 1
+            return self._insist(lambda: self._publish(outside, attempt, relay, uploads, spent, code, over))
+        except PosttrainError as error:
+            print(f"agent: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+            raise
+        finally:
+            uploads.close()
+            with suppress(PosttrainError):
+                relay.log(whole=True)
 
-    def _parts(self, folder: Path, order: JobOrder) -> PartObjects:
-        if not self.bootstrap:
-            return StoredParts(order.store_url, order.name)
-        return ServedParts(folder, pause=self.turn)
+    def give_up(self, why: str) -> None:
+        """End the job and publish nothing."""
+        self.lost = self.lost or why
+        if self.job:
+            with suppress(ProcessLookupError):
+                os.killpg(self.job, signal.SIGKILL)
 
     def turn(self, seconds: float) -> None:
         """Wait after an unanswered request; then use the next server of the team."""
@@ -211,14 +251,41 @@ class Agent:
         if self._team is not None and self._folder is not None:
             self._team.turn(self._folder)
 
+    def _fence(self, outside: Mailbox, over: threading.Event) -> None:
+        """Give the job up as soon as a later incarnation has begun, or the attempt has ended."""
+        while not over.wait(_FENCE_SECONDS):
+            try:
+                held = outside.started()
+                if held is not None and held.token != self._token:
+                    self.give_up(held.cancelled or f"a later incarnation of the job began on {held.host}")
+            except RefusedError as error:
+                self.give_up(str(error))
+            except PosttrainError:  # no answer is no reason
+                continue
+
+    def _mailbox(self, folder: Path) -> Mailbox:
+        if not self.bootstrap:
+            return mailbox_at(self.url)
+        self._team, self._folder = Bootstrap.from_json(self.bootstrap), folder
+        self._team.redeem(folder)
+        return Mailbox(ServedObjects(folder, _SERVER_SECONDS))
+
+    def _parts(self, folder: Path, order: JobOrder) -> PartObjects:
+        if not self.bootstrap:
+            return StoredParts(order.store_url, order.name)
+        return ServedParts(folder, pause=self.turn)
+
     def _insist(self, ask: Callable[[], T]) -> T:
         """Repeat what may be repeated until the store or the server answers.
 
         Raises:
+            ConflictError: the job was given up.
             InfrastructureError: there was no answer for ten minutes, or the attempt has another job.
         """
         until = time.monotonic() + _SILENT_SECONDS
         while True:
+            if self.lost:
+                raise ConflictError(self.lost)
             try:
                 return ask()
             except RefusedError:
@@ -234,35 +301,60 @@ class Agent:
             raise InputError(f"mailbox {outside.place} must contain {ORDER} and {REQUEST}; name an attempt's mailbox")
         return JobOrder.from_json(order), JobSpec.from_json(spec, self.url)
 
-    def _fetched(self, outside: Mailbox, order: JobOrder, attempt: AttemptFolder, folder: Path) -> bool:
-        """Return whether the job can start; if this node is the reason that it cannot, publish the failed result."""
-        try:
-            self._fetch(order, attempt, folder)
-            return True
-        except InfrastructureError:
-            raise
-        except (PosttrainError, OSError) as error:
-            outside.answer(_failed(error).to_json())
-            return False
+    def _fetch(
+        self, outside: Mailbox, order: JobOrder, attempt: AttemptFolder, folder: Path, parts: PartObjects
+    ) -> tuple[int, float]:
+        """Fetch the inputs into a store and a cache of this job, and write the order that names them.
 
-    def _fetch(self, order: JobOrder, attempt: AttemptFolder, folder: Path) -> None:
-        """Fetch the inputs into a store and a cache of this job, and write the order that names them."""
+        Returns:
+            The tokens that earlier incarnations spent beyond the checkpoint from which this one resumes, and the
+            seconds that they ran. Its allowances are what is left.
+        """
         _refuse_other_code(order)
         own = open_blobs(folder / "blobs")
         blobs: BlobStore = ServedBlobs(folder, pause=self.turn) if self.bootstrap else open_blobs(order.store_url)
         cache = folder / "cache"
         make_folder(cache / "files")
-        resumed = [InputBlob(order.resume, "tree")] if order.resume else []
-        for blob in (*order.inputs.values(), *resumed):
+        for blob in order.inputs.values():
             if blob.form == "tree":
                 materialise(blobs, blob.digest, cache)
                 own.put(blobs.get(blob.digest))
             else:
                 blobs.fetch(blob.digest, cache / "files" / blob.digest.removeprefix(DIGEST_PREFIX))
+        order = self._insist(lambda: self._resumed(outside, order, own, folder, parts))
+        if order.resume:
+            source = blobs if not own.has(order.resume) else own
+            materialise(source, order.resume, cache)
+            own.put(source.get(order.resume))
+        metered, ran = spending(outside.metered()), float((outside.document(RAN) or {}).get("seconds", 0.0))
+        spent = max(0, (metered or 0) - order.tokens_inherited)
+        left = None if order.token_allowance is None else order.token_allowance - spent
+        seconds = None if order.seconds_allowance is None else order.seconds_allowance - ran
+        order = replace(order, token_allowance=left, seconds_allowance=seconds)
         attempt.write_order(replace(order, store_url=own.url, cache_dir=str(cache), channel="", served=False))
+        return spent, ran
 
-    def _supervise(self, spec: JobSpec, attempt: AttemptFolder, relay: Relay, uploads: Uploads) -> int:
-        """Start the job and relay until it ends; return its exit code, negative for a signal."""
+    def _resumed(
+        self, outside: Mailbox, order: JobOrder, own: ObjectBlobs, folder: Path, parts: PartObjects
+    ) -> JobOrder:
+        """Return the order with the newest checkpoint that an earlier incarnation staged, if there is one."""
+        for step in reversed(outside.checkpoints()):
+            try:
+                digest, tokens = fetch_checkpoint(outside, step, parts, own, folder)
+            except (InputError, IntegrityError, NotFoundError) as error:
+                print(f"agent: the checkpoint of step {step} cannot be resumed from: {error}", flush=True)
+                continue
+            return replace(order, resume=digest, resumed_step=step, tokens_inherited=tokens)
+        return order
+
+    def _supervise(
+        self, spec: JobSpec, ran: float, attempt: AttemptFolder, relay: Relay, uploads: Uploads
+    ) -> tuple[int, bool]:
+        """Start the job and relay until it ends; return its exit code, negative for a signal, and whether it was late.
+
+        Args:
+            ran: seconds that earlier incarnations ran.
+        """
         log, begun = attempt.log.open("ab"), time.monotonic()
         named = {name: os.environ[name] for name in spec.secrets if name in os.environ}
         own = processes.of_a_server(os.environ) | named
@@ -270,24 +362,42 @@ class Agent:
             job = subprocess.Popen(
                 command(spec.module, attempt.path), cwd=attempt.path, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                 env=job_environment(spec.environment, own), start_new_session=True,
-                preexec_fn=processes.die_with_parent,  # noqa: PLW1509 (one system call)
+                preexec_fn=partial(processes.die_with, os.getpid()),  # noqa: PLW1509 (two system calls)
             )  # fmt: skip
-        most = math.inf if spec.max_seconds is None else spec.max_seconds
-        limit = Limit(most, spec.grace_seconds, begun, attempt.log)
-        beat = _Beat(self, relay, uploads, job.pid)
+        self.job = job.pid
+        if self.lost:
+            self.give_up(self.lost)
+        most = math.inf if spec.max_seconds is None else max(0.0, spec.max_seconds - ran)
+        limit, beat = Limit(most, spec.grace_seconds, begun, attempt.log), _Beat(self, relay, uploads)
         try:
-            return wait(job.pid, attempt.path / "result.json", beat, limit)
+            return wait(job.pid, attempt.path / "result.json", beat, limit), limit.over
         finally:
+            self.job = 0
             beat.close()
 
-    def _publish(self, outside: Mailbox, attempt: AttemptFolder, relay: Relay, uploads: Uploads, code: int) -> int:
+    def _publish(
+        self,
+        outside: Mailbox,
+        attempt: AttemptFolder,
+        relay: Relay,
+        uploads: Uploads,
+        spent: int,
+        code: int,
+        over: bool,
+    ) -> int:
         """Stage what the job left, relay the rest, and publish its result; return the agent's exit code."""
-        for step, tokens, folder in relay.checkpoints():
-            uploads.checkpoint(step, tokens, folder)
+        if (step := relay.newest()) is not None:
+            relay.stage(step, uploads)
         relay.up()
-        result = attempt.read_result()
+        try:
+            result = attempt.read_result()
+        except IntegrityError as error:
+            result = _failed(error)
+        if result is None and over:
+            why = "the job has reached its maximum runtime and was ended"
+            result = JobResult("failed", failure=Failure(FailureClass.BUDGET, why, "Overtime@agent"))
         if result is None:
-            return code if code >= 0 else 128 - code
+            return code
         if result.status == "stopped" and self.told and not self._ordered(outside):
             print(f"the job has stopped after signal {self.told}; another incarnation continues it", flush=True)
             relay.log(whole=True)
@@ -299,7 +409,10 @@ class Agent:
             except (InputError, IntegrityError) as error:  # the job left something else than its result states
                 result = _failed(error, result.tokens)
         relay.log(whole=True)
-        outside.answer(result.to_json())
+        held = outside.started()
+        if self.lost or held is None or held.token != self._token:
+            raise ConflictError(self.lost or "another incarnation of the job has begun")
+        outside.answer(replace(result, tokens=result.tokens + spent).to_json())
         return 0
 
     def _ordered(self, outside: Mailbox) -> bool:
@@ -338,16 +451,15 @@ class Agent:
 class _Beat:
     """What the agent does while the job runs: relays in the calling thread, and stages checkpoints beside it."""
 
-    def __init__(self, agent: Agent, relay: Relay, uploads: Uploads, job: int) -> None:
-        self._agent, self._relay, self._uploads, self._job = agent, relay, uploads, job
-        self._due = dict.fromkeys((self._up, self._down, self._fence), 0.0)
+    def __init__(self, agent: Agent, relay: Relay, uploads: Uploads) -> None:
+        self._agent, self._relay, self._uploads = agent, relay, uploads
+        self._due = dict.fromkeys((self._up, self._down), 0.0)
         self._silent: float | None = None  # since when the store does not answer
         self._staging: threading.Thread | None = None
-        self._failed: Exception | None = None
 
     def __call__(self) -> None:
         now = time.monotonic()
-        seconds = {self._up: _RELAY_SECONDS, self._down: _LOOK_SECONDS, self._fence: _FENCE_SECONDS}
+        seconds = {self._up: _RELAY_SECONDS, self._down: _LOOK_SECONDS}
         try:
             for act, due in self._due.items():
                 if now >= due:
@@ -355,14 +467,14 @@ class _Beat:
                     act()
             self._silent = None
         except RefusedError as error:
-            self._give_up(str(error))
+            self._agent.give_up(str(error))
         except InfrastructureError as error:
             self._agent.turn(0.0)
             self._silent = now if self._silent is None else self._silent
             if now - self._silent > _SILENT_SECONDS:
-                self._give_up(f"the store has not answered for {_SILENT_SECONDS:g} s: {error}")
-        except PosttrainError as error:  # another job of the attempt writes the mailbox, or the job damaged its own
-            self._give_up(str(error))
+                self._agent.give_up(f"the store has not answered for {_SILENT_SECONDS:g} s: {error}")
+        except PosttrainError as error:  # another job of the attempt writes the mailbox
+            self._agent.give_up(str(error))
 
     def close(self) -> None:
         """Wait for the checkpoint that is being staged."""
@@ -372,29 +484,20 @@ class _Beat:
     def _up(self) -> None:
         self._relay.up()
         self._relay.log()
-        if self._staging is None or not self._staging.is_alive():
-            for found in self._relay.checkpoints():
-                self._staging = threading.Thread(target=self._stage, args=found)
-                self._staging.start()
+        step = self._relay.newest()
+        if step is not None and (self._staging is None or not self._staging.is_alive()):
+            self._staging = threading.Thread(target=self._stage, args=(step,))
+            self._staging.start()
 
     def _down(self) -> None:
         self._relay.down()
 
-    def _fence(self) -> None:
-        held = self._relay.fenced()
-        if held is not None:
-            self._give_up(held.cancelled or f"a later incarnation of the job began on {held.host}")
-
-    def _stage(self, step: int, tokens: int, folder: Path) -> None:
+    def _stage(self, step: int) -> None:
         try:
-            self._uploads.checkpoint(step, tokens, folder)
+            self._relay.stage(step, self._uploads)
         except (PosttrainError, OSError) as error:  # the job dropped it meanwhile, or the store does not answer
-            print(f"agent: the checkpoint of step {step} is not staged: {error}", flush=True)
-
-    def _give_up(self, why: str) -> None:
-        self._agent.lost = self._agent.lost or why
-        with suppress(ProcessLookupError):
-            os.killpg(self._job, signal.SIGKILL)
+            print(f"agent: the checkpoint of step {step} is not staged yet: {error}", flush=True)
+            time.sleep(_LOOK_SECONDS)
 
 
 def _failed(error: Exception, tokens: int = 0) -> JobResult:
@@ -403,6 +506,18 @@ def _failed(error: Exception, tokens: int = 0) -> JobResult:
     kind = FailureClass.DISK_FULL if is_full(error) else getattr(error, "failure_class", None) or FailureClass.BAD_INPUT
     message = " ".join(str(error).split())[:500]
     return JobResult("failed", tokens=tokens, failure=Failure(kind, message, f"{type(error).__name__}@agent"))
+
+
+def _refuse_shared(folder: Path) -> None:
+    """Refuse a scratch folder that another user of the node can replace.
+
+    Raises:
+        InputError: the folder is another user's, or others may write it.
+    """
+    make_folder(folder)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+        raise InputError(f"{folder}: must be a folder of this user that nobody else may write; set POSTTRAIN_SCRATCH")
 
 
 def _refuse_other_code(order: JobOrder) -> None:
@@ -423,6 +538,7 @@ def _refuse_other_code(order: JobOrder) -> None:
 
 def main() -> None:
     """Run the attempt of the mailbox that the command line names."""
+    processes.close_to_others()  # the environment may have the keys of the store
     if len(sys.argv) != 2:
         print(f"usage: agent MAILBOX, got {len(sys.argv) - 1} arguments", file=sys.stderr)
         raise SystemExit(2)
@@ -435,6 +551,9 @@ def main() -> None:
     except PosttrainError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(error.exit_code) from error
+    if code < 0:  # the scheduler sees how the job ended
+        signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
     raise SystemExit(code)
 
 

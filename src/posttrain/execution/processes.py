@@ -75,9 +75,11 @@ def close_to_others() -> None:
     _PRCTL(_PR_SET_DUMPABLE, 0, 0, 0, 0)
 
 
-def die_with_parent() -> None:
+def die_with(parent: int) -> None:
     """Have the kernel kill this process when its parent ends; called between fork and exec."""
     _PRCTL(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # the parent has already ended
+        os._exit(1)
 
 
 def identity(pid: int) -> str | None:

@@ -141,7 +141,7 @@ def add_routes(app: FastAPI, server: Server) -> None:
     channel = "/v1/attempt/channel/{key:path}"
     app.add_api_route(channel, all_of.talk, methods=["GET", "PUT", "DELETE"], name="attempt_channel")
     app.add_api_route(REDEEM, all_of.redeem, methods=["POST"], name="attempt_redeem")
-    app.add_api_route(f"{PARTS}/{{key:path}}", all_of.part, methods=["POST", "PUT"], name="attempt_part")
+    app.add_api_route(f"{PARTS}/{{key:path}}", all_of.part, methods=["GET", "POST", "PUT"], name="attempt_part")
     app.add_api_route(BLOB, all_of.fetch, methods=["GET", "HEAD"], name="attempt_blob")
 
 
@@ -178,36 +178,42 @@ class _Jobs:
             return await in_thread(UPLOAD, self._talked, request, who, secret, body)
 
     async def redeem(self, request: Request) -> Response:
-        """Answer with a new token for the attempt that a bootstrap token names; its earlier token becomes invalid."""
+        """Answer a bootstrap token with a token of its attempt; with such a token, revoke all others of the attempt."""
+        if not _secret(request).startswith(BOOTSTRAP_PREFIX):
+            who, digest = await in_thread(READ, self._granted, request)
+            await in_thread(READ, self._grants.settle, digest, who)
+            return Response(status_code=204)
         secret = PREFIX + secrets.token_urlsafe(32)
-        bearer = _secret(request)
-        digests = digest_bytes(bearer.encode()), digest_bytes(secret.encode())
-        granted = await in_thread(READ, self._grants.redeem, *digests) if bearer.startswith(BOOTSTRAP_PREFIX) else None
-        if granted is None:
+        digests = [digest_bytes(one.encode()) for one in (_secret(request), secret)]
+        if not await in_thread(READ, self._grants.redeem, *digests):
             raise AuthenticationError(
                 "the bootstrap token is not that of a running attempt: the attempt has ended, or was replaced"
             )
         return JSONResponse({"token": secret}, headers=_UNKEPT)
 
     async def part(self, request: Request) -> Response:
-        """Store a part of a staged file (PUT), or answer where to send a large part directly (POST)."""
+        """Store a part of a staged file (PUT), return it (GET), or answer where to send a large one directly (POST)."""
         who, _ = await in_thread(READ, self._granted, request)
         key = request.path_params["key"]
         if not _PART.fullmatch(key):
             raise InputError(f"part: must be named EPOCH/SHA-256, got {key[:80]!a}; see store/staging.py")
-        size = _size(request, PART) if request.method == "PUT" else int(request.query_params.get("size", "0")[:_DIGITS])
+        parts = StoredParts(self._workspace.blobs.url, who.name)
         if request.method == "POST":
-            ticket = None
-            if self._direct is not None and size <= PART:
-                ticket = await in_thread(UPLOAD, self._direct.part, f"{FOLDER}/{who.name}/{key}", size)
+            said, ticket = request.query_params.get("size", ""), None
+            if self._direct is not None and said.isascii() and said.isdecimal() and len(said) < _DIGITS:
+                ticket = await in_thread(UPLOAD, self._direct.part, f"{FOLDER}/{who.name}/{key}", int(said))
             if ticket is None:
                 return Response(status_code=204)
             return JSONResponse({"url": ticket.url, "headers": dict(ticket.headers)}, headers=_UNKEPT)
+        size = _size(request, PART) if request.method == "PUT" else PART
         async with self._limits.taken(f"attempt {who.run_id}/{who.stage}/{who.number}", CHANNEL, size):
+            if request.method == "GET":
+                found = await in_thread(UPLOAD, parts.get, key)
+                return Response(found, headers=_UNKEPT, media_type="application/octet-stream")
             body = await whole(request, PART, f"part {key}")
             if digest_bytes(body).removeprefix(DIGEST_PREFIX) != key.rpartition("/")[2]:
                 raise InputError(f"part {key}: the received bytes have another digest; send it again")
-            await in_thread(UPLOAD, StoredParts(self._workspace.blobs.url, who.name).put, key, body)
+            await in_thread(UPLOAD, parts.put, key, body)
         return Response(status_code=204)
 
     def _granted(self, request: Request) -> tuple[Granted, str]:

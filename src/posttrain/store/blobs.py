@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -36,6 +37,7 @@ _OS_ERROR = re.compile(r"\(os error (\d+)\)")  # errno in obstore's messages
 _PANIC = "PanicException"  # raised by Rust code for an invalid address; no module exports the class
 _QUERY = re.compile(r"\?[^\s\"']*")  # the query of a URL, which may contain a signature
 _CHUNK = 4 << 20
+ADOPTING = "staging/adopting"  # folder of files that are being adopted; `gc` deletes what a killed process left
 USERS = "workspaces"  # folder of notes: the workspaces that use a store
 _HERE = ("file:", "memory:")
 _PROBE = "probe"  # name and content of an object that tests writing and reading
@@ -199,22 +201,38 @@ class ObjectBlobs:
             raise InputError(f"{path}: cannot be read: {error.strerror}; check the path") from error
         return digest
 
-    def adopt(self, digest: str, keys: Sequence[str], size: int) -> str:
+    def adopt(self, digest: str, keys: Sequence[str], size: int, part: int) -> str:
         """Store a blob whose bytes are in this store under other keys, in this order; return its digest.
+
+        The objects are composed under a key that no job can write, hashed there, and copied to the key of the digest.
+
+        Args:
+            size: bytes of the blob.
+            part: bytes of each object except the last.
 
         Raises:
             NotFoundError: an object does not exist.
-            IntegrityError: the bytes have another digest.
+            IntegrityError: an object has another size, or the bytes have another digest.
         """
-        if not keys:
-            return self.put(b"")
-        with self.holding():
-            if not self._intact(digest):
-                with self._translated(digest):
-                    found = digest_chunks(piece for key in keys for piece in self._backend.pieces(self._store, key))
-                    if found != digest:
-                        raise IntegrityError(f"staged file must have the digest {digest}, got {found}; upload it again")
-                    self._backend.compose(self._store, keys, blob_key(digest), size)
+        own = f"{ADOPTING}/{secrets.token_hex(16)}"
+        with self.holding(), self._translated(digest):
+            for place, key in enumerate(keys):
+                wanted, found = min(part, size - place * part), int(obstore.head(self._store, key)["size"])
+                if found != wanted:
+                    raise IntegrityError(f"part {place + 1} of {digest} must have {wanted} bytes, got {found}")
+            if not keys:
+                obstore.put(self._store, own, b"")
+            else:
+                self._backend.compose(self._store, keys, own, size)
+            try:
+                actual = digest_chunks(self._backend.pieces(self._store, own))
+                if actual != digest:
+                    raise IntegrityError(f"staged file must have the digest {digest}, got {actual}; upload it again")
+                if not self._intact(digest):
+                    self._backend.compose(self._store, [own], blob_key(digest), size)
+            finally:
+                with suppress(FileNotFoundError):
+                    obstore.delete(self._store, own)
             self._settle(digest)
         return digest
 

@@ -4,8 +4,8 @@ A job's token is for one attempt, and only the token's digest is stored. The tok
 ends, when another attempt of the stage begins, or when the token is not renewed. For each request, any server of the
 ledger looks up the token in one statement.
 
-A job on another machine begins with a bootstrap token, which redeems the job's token. Each redemption invalidates the
-job's earlier token, so of several incarnations of a job only the last has access.
+A job on another machine begins with a bootstrap token, which redeems the job's token. When the job has begun, the
+tokens of its earlier incarnations become invalid.
 
 A session maps a browser's secret to a token; only the digest of the secret is stored.
 """
@@ -61,26 +61,32 @@ class Grants:
         with self._database.write() as connection:
             self._add(connection, digest, key, bootstrap=int(bootstrap))
 
-    def redeem(self, bootstrap: str, digest: str) -> Granted | None:
-        """Give the access of an attempt to the holder of a new secret, and to no earlier holder.
+    def redeem(self, bootstrap: str, digest: str) -> bool:
+        """Give the access of an attempt to the holder of a new secret too; return whether the bootstrap token is valid.
 
         Args:
             bootstrap: digest of the bootstrap token.
             digest: digest of the new secret.
-
-        Returns:
-            The attempt; None if the bootstrap token is not valid.
         """
         found = self.known(bootstrap, bootstrap=True)
-        if found is None:
-            return None
-        key = {"run_id": found.run_id, "stage": found.stage, "number": found.number}
+        if found is not None:
+            key = {"run_id": found.run_id, "stage": found.stage, "number": found.number}
+            with self._database.write() as connection:
+                self._add(connection, digest, key)
+        return found is not None
+
+    def settle(self, digest: str, attempt: Granted) -> None:
+        """Revoke the access of every other holder, when the attempt's newest job has begun.
+
+        Args:
+            digest: digest of that job's secret.
+        """
+        mine = keyed(grants, run_id=attempt.run_id, stage=attempt.stage, number=attempt.number)
         with self._database.write(across="a secret names its run") as connection:
-            earlier = (*keyed(grants, **key), grants.c.bootstrap == 0)
-            spent = connection.execute(select(func.max(grants.c.put_bytes)).where(*earlier)).scalar()
-            connection.execute(delete(grants).where(*earlier))
-            self._add(connection, digest, key, put_bytes=spent or 0)
-        return found
+            jobs = (*mine, grants.c.bootstrap == 0)
+            spent = connection.execute(select(func.max(grants.c.put_bytes)).where(*jobs)).scalar()
+            connection.execute(delete(grants).where(*jobs, grants.c.digest != digest))
+            connection.execute(update(grants).where(grants.c.digest == digest).values(put_bytes=spent or 0))
 
     def _add(self, connection: Connection, digest: str, key: Mapping[str, Any], **values: int) -> None:
         until = now_in(connection, self._clock) + SECONDS

@@ -31,7 +31,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Any, Protocol, TypeVar
 
@@ -151,13 +151,18 @@ class Mailbox:
         """The name of the mailbox in errors."""
         return self._objects.place
 
-    def start(self, epoch: int, process: str, incarnation: int = 0) -> Start | None:
+    def start(self, epoch: int, process: str, incarnation: int = 0, token: str = "") -> Start | None:
         """Begin the attempt, as a job's first action. Return None; or the start that prevents it.
+
+        Args:
+            incarnation: restarts by the executor itself before this start.
+            token: identifies this start if the call is repeated; empty: the call is not repeated.
 
         A job that receives such a start must end. It is a tombstone, or that of the same or a later incarnation: the
         executor restarts a job only after the earlier incarnation has ended.
         """
         mine = _start(epoch, process, incarnation=incarnation)
+        mine = replace(mine, token=token or mine.token)
         for number in itertools.count(1):
             held = self._held(number, mine)
             if held.token == mine.token:
@@ -368,18 +373,17 @@ class Mailbox:
         """Return the steps of the staged checkpoints, oldest first."""
         return self._objects.numbers("checkpoints")
 
-    def meter(self, line: bytes) -> None:
-        """Record the job's spending; a write without an answer is not retried, because the next call replaces it."""
-        with suppress(InfrastructureError):
-            self._objects.overwrite(METER, line)
+    def replace_meter(self, tokens: int) -> None:
+        """Record the tokens that the job has spent or may spend until the next call."""
+        self._objects.overwrite(METER, f"{tokens:020d} {0:020d}\n".encode())
 
     def metered(self) -> bytes:
         """Return the record of the job's spending; empty if there is none."""
         return self._objects.get(METER) or b""
 
-    def log(self, offset: int, text: bytes) -> None:
-        """Write output of the job, which begins at this byte of its log; a repeated call has no effect."""
-        self._create(f"{_LOG}/{offset:015d}", text)
+    def log(self, offset: int, text: bytes) -> int:
+        """Write output of the job, which begins at this byte of its log; return the bytes that are there afterwards."""
+        return len(self._create(f"{_LOG}/{offset:015d}", text))
 
     def log_end(self) -> int:
         """Return the number of bytes of output so far."""

@@ -42,7 +42,7 @@ _MOST = 1 << 20  # maximum bytes of an access file; a certificate with its chain
 PATIENCE = 900.0  # seconds that a server may be unreachable
 REFUSED = (401, 403)
 REDEEM, PARTS = "/v1/attempt/redeem", "/v1/attempt/parts"
-_OK = 200
+_OK, _DONE = 200, 204
 _CONNECT_SECONDS = 10.0
 STALLED = 90.0  # seconds without a byte until a connection fails; longer than a server waits for its store
 _PAUSES = (0.1, 0.2, 0.5, 1.0, 2.0)  # seconds between tries; the last value repeats
@@ -186,23 +186,46 @@ class Bootstrap:
         def ask() -> None:
             url = next(tried)
             certificate = self.certificate if url == self.urls[0] else ""
-            try:
-                with closing(connected(url, certificate, pinned=bool(certificate))) as connection:
-                    connection.request("POST", REDEEM, b"", {"authorization": f"Bearer {self.token}"})
-                    response = connection.getresponse()
-                    said = response.read()
-            except (OSError, http.client.HTTPException) as error:
-                raise AwayError(f"server {url} does not answer ({error})") from error
-            if response.status in REFUSED:
-                raise refusal()
-            if response.status != _OK:
-                raise AwayError(f"server {url} answers {response.status}")
+            said = self._post(url, certificate, self.token)
             JobAccess(url, json.loads(said)["token"], certificate).write(folder)
 
         try:
             patiently(ask, AwayError, patience, "waiting for it")
         except AwayError as error:
             raise UnavailableError(f"{error}; check that the node can reach it") from error
+
+    def settle(self, folder: Path) -> None:
+        """Revoke the tokens of all other jobs of the attempt, after this one has begun. Errors: see `redeem`."""
+
+        def ask() -> None:
+            access = read_access(folder)
+            if access is None:
+                raise InfrastructureError(f"{folder / FILE}: was deleted; the attempt no longer has access")
+            try:
+                self._post(access.url, access.certificate, access.token)
+            except AwayError:
+                self.turn(folder)
+                raise
+
+        try:
+            patiently(ask, AwayError, PATIENCE, "waiting for it")
+        except AwayError as error:
+            raise UnavailableError(f"{error}; check that the node can reach it") from error
+
+    @staticmethod
+    def _post(url: str, certificate: str, token: str) -> bytes:
+        try:
+            with closing(connected(url, certificate, pinned=bool(certificate))) as connection:
+                connection.request("POST", REDEEM, b"", {"authorization": f"Bearer {token}"})
+                response = connection.getresponse()
+                said = response.read()
+        except (OSError, http.client.HTTPException) as error:
+            raise AwayError(f"server {url} does not answer ({error})") from error
+        if response.status in REFUSED:
+            raise refusal()
+        if response.status not in (_OK, _DONE):
+            raise AwayError(f"server {url} answers {response.status}")
+        return said
 
     def turn(self, folder: Path) -> None:
         """Let the job of a folder use the next server of the team."""

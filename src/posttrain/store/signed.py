@@ -126,11 +126,12 @@ def ask(
     return said
 
 
-def compose(keys: Keys, parts: Sequence[str], target: str, seconds: float) -> None:
+def compose(keys: Keys, parts: Sequence[tuple[str, str]], target: str, seconds: float) -> None:
     """Make one object of several, within the store.
 
     Args:
-        parts: the objects as `/BUCKET/KEY`, in order; each except the last has at least 5 MiB.
+        parts: the objects as `/BUCKET/KEY`, in order, each with the copied range (`bytes=0-99`; empty: all of it). Each
+            except the last has at least 5 MiB.
         target: the URL of the new object, without a signature.
         seconds: maximum duration of a request.
 
@@ -140,9 +141,10 @@ def compose(keys: Keys, parts: Sequence[str], target: str, seconds: float) -> No
     begun = text_of(ET.fromstring(ask(keys, "POST", target, {"uploads": ""})), "UploadId")
     try:
         listed = ""
-        for number, part in enumerate(parts, 1):
+        for number, (part, span) in enumerate(parts, 1):
             query = {"partNumber": str(number), "uploadId": begun}
-            said = ask(keys, "PUT", target, query, headers={"x-amz-copy-source": quote(part)}, seconds=seconds)
+            copied = {"x-amz-copy-source": quote(part), **({"x-amz-copy-source-range": span} if span else {})}
+            said = ask(keys, "PUT", target, query, headers=copied, seconds=seconds)
             tag = text_of(ET.fromstring(said), "ETag")
             if not tag:
                 raise UnavailableError(f"artifact store: did not copy {part}; try again")

@@ -34,7 +34,7 @@ from urllib.parse import urlsplit
 import obstore
 
 from posttrain.domain.canonical import DIGEST_PREFIX, is_digest
-from posttrain.domain.errors import InputError, IntegrityError, UnavailableError
+from posttrain.domain.errors import ConflictError, InputError, IntegrityError, NotFoundError, UnavailableError
 from posttrain.domain.jobs import JobOrder, LogPage, Output, count
 from posttrain.domain.ports import BlobStore
 from posttrain.store.atomic import files_below, look_over, open_plain
@@ -58,6 +58,9 @@ PART = 32 << 20  # bytes of a part; S3 accepts 10,000 parts of an object, so a f
 FOLDER = "staging"
 _AT_ONCE = 4  # concurrent uploads of one job
 _PAGE = 1 << 20  # bytes of a page of a log
+_CHARACTER = 4  # maximum bytes of a character
+_MOST_FILES = 100_000  # of an output or a checkpoint; their list has at most 64 MiB
+_MOST_PARTS = 10_000  # of a file, as S3 accepts
 _PARTS_NOTED = 16  # parts after which the list of stored parts is written
 _PART = re.compile(r"[0-9]{1,6}/[0-9a-f]{64}")
 
@@ -86,11 +89,23 @@ class StagedFile:
             raise IntegrityError(f"a staged file must have digest, size and parts: {error!r}; it is damaged") from error
         if not is_digest(file.digest) or not all(map(_PART.fullmatch, file.parts)):
             raise IntegrityError("a staged file must name its digest and parts as EPOCH/HEX; it is damaged")
+        if len(file.parts) != -(-file.size // PART) or len(file.parts) > _MOST_PARTS:
+            raise IntegrityError(
+                f"a staged file of {file.size} bytes must not have {len(file.parts)} parts; it is damaged"
+            )
         return file
 
 
 class PartObjects(Protocol):
     """The objects below the prefix of one attempt."""
+
+    def get(self, key: str) -> bytes:
+        """Return the bytes of an object.
+
+        Raises:
+            NotFoundError: it does not exist.
+            UnavailableError: the store does not answer.
+        """
 
     def put(self, key: str, data: bytes) -> None:
         """Write an object, whose last path component is the SHA-256 of its bytes.
@@ -112,6 +127,12 @@ class StoredParts:
         self._backend = backend_of(url)
         self._store = self._backend.checked()
 
+    def get(self, key: str) -> bytes:
+        """See `PartObjects.get`."""
+        name = f"{self._prefix}/{key}"
+        with answering(self._url, name):
+            return b"".join(self._backend.pieces(self._store, name))
+
     def put(self, key: str, data: bytes) -> None:
         """See `PartObjects.put`."""
         name = f"{self._prefix}/{key}"
@@ -132,6 +153,15 @@ class ServedParts:
 
     def __init__(self, folder: Path, patience: float = PATIENCE, pause: Callable[[float], None] = time.sleep) -> None:
         self._reach = Reach(folder, patience, pause)
+
+    def get(self, key: str) -> bytes:
+        """See `PartObjects.get`."""
+
+        def asked(access: JobAccess) -> bytes:
+            with closing(reached(access)) as server:
+                return _answer(server, access, "GET", f"{PARTS_PATH}/{key}")
+
+        return self._reach.again(asked)
 
     def put(self, key: str, data: bytes) -> None:
         """See `PartObjects.put`."""
@@ -158,6 +188,8 @@ def _answer(
     said = response.read()
     if response.status in REFUSED:
         raise refusal()
+    if response.status == 404:
+        raise NotFoundError(f"part {path.rpartition('/')[2]} is not staged; it was deleted")
     if response.status not in (200, 204):
         raise UnavailableError(f"status {response.status}")
     return said
@@ -198,10 +230,13 @@ class Uploads:
 
     Args:
         epoch: how often the executor restarted the job before.
+        lost: returns why nothing more may be stored or listed; empty: it may.
     """
 
-    def __init__(self, objects: PartObjects, mailbox: Mailbox, epoch: int) -> None:
-        self._objects, self._mailbox, self._epoch = objects, mailbox, epoch
+    def __init__(
+        self, objects: PartObjects, mailbox: Mailbox, epoch: int, lost: Callable[[], str] = lambda: ""
+    ) -> None:
+        self._objects, self._mailbox, self._epoch, self._lost = objects, mailbox, epoch, lost
         self._pool = ThreadPoolExecutor(_AT_ONCE, "upload")
         self._known: dict[str, str] = {}  # HEX → EPOCH/HEX of every part that was stored
         self._fresh: list[str] = []  # stored, but not listed yet
@@ -217,6 +252,8 @@ class Uploads:
             UnavailableError: the store does not answer.
         """
         whole, size, parts = hashlib.sha256(), 0, list[str]()
+        if path.lstat().st_size > PART * _MOST_PARTS:
+            raise IntegrityError(f"{path.name}: must have at most {PART * _MOST_PARTS} bytes; write several files")
         sent = deque[Future[str]]()
         with open_plain(path) as file:
             while data := file.read(PART):
@@ -236,12 +273,19 @@ class Uploads:
         """
         look_over(folder)
         names = {path.relative_to(folder).as_posix(): path for path in sorted(files_below(folder))}
+        odd = next((name for name in names if not name.isprintable()), None)
+        if odd is not None or len(names) > _MOST_FILES:
+            what = f"a file named {odd!a}" if odd is not None else f"{len(names)} files"
+            raise IntegrityError(
+                f"{folder.name}: a job elsewhere leaves at most {_MOST_FILES} files, with printable names, got {what}"
+            )
         return {name: self.file(path).to_json() for name, path in names.items()}
 
     def checkpoint(self, step: int, tokens: int, folder: Path) -> None:
         """Store a committed checkpoint, then list it; a repeated call has no effect."""
         files = self.tree(folder)
         self._note()
+        self._refuse_lost()
         self._mailbox.once(checkpoint_key(step), {"step": step, "tokens": tokens, "files": files})
 
     def outputs(self, attempt: AttemptFolder, outputs: Mapping[str, Output]) -> None:
@@ -255,13 +299,15 @@ class Uploads:
             path = attempt.output_path(name, output)
             files = self.tree(path) if output.form == "tree" else {"": self.file(path).to_json()}
             listed[name] = {"form": output.form, "files": files}
-        self._mailbox.once(OUTPUTS, listed)
+        self._refuse_lost()
+        self._mailbox.replace(OUTPUTS, listed)  # an earlier incarnation may have listed its own, and ended
 
     def close(self) -> None:
         """End the threads; uploads that wait are dropped."""
         self._pool.shutdown(cancel_futures=True)
 
     def _send(self, data: bytes) -> str:
+        self._refuse_lost()
         hexadecimal = hashlib.sha256(data).hexdigest()
         if hexadecimal in self._known:
             return self._known[hexadecimal]
@@ -278,6 +324,10 @@ class Uploads:
             if len(self._fresh) >= _PARTS_NOTED:
                 self._note()
         return key
+
+    def _refuse_lost(self) -> None:
+        if why := self._lost():
+            raise ConflictError(why)
 
     def _note(self) -> None:
         if self._fresh:
@@ -349,14 +399,47 @@ class StagedAttempt(AttemptFolder):
         if not isinstance(blobs, ObjectBlobs) or blobs.url != self._store:
             raise InputError(f"{self._name}: its files are staged in {self._store}, not in {blobs.url}")
         keys = [f"{FOLDER}/{self._name}/{part}" for part in file.parts]
-        return blobs.adopt(file.digest, keys, file.size)
+        try:
+            return blobs.adopt(file.digest, keys, file.size, PART)
+        except NotFoundError as error:
+            raise IntegrityError(f"{self._name}: {error}") from error
+
+
+def fetch_checkpoint(mailbox: Mailbox, step: int, parts: PartObjects, own: BlobStore, folder: Path) -> tuple[str, int]:
+    """Put a staged checkpoint into a store of this node; return its digest and tokens.
+
+    Raises:
+        NotFoundError: a part does not exist.
+        IntegrityError: the checkpoint is not what its list states.
+    """
+    said = mailbox.document(checkpoint_key(step)) or {}
+    try:
+        files, tokens = (
+            {str(n): StagedFile.from_json(value) for n, value in said["files"].items()},
+            count(said["tokens"]),
+        )
+    except (KeyError, TypeError, AttributeError) as error:
+        raise IntegrityError(f"checkpoint {step} is not a list of files: {error!r}") from error
+    for name, file in files.items():
+        path = folder / "fetched"
+        with path.open("wb") as target:
+            target.writelines(map(parts.get, file.parts))
+        if own.put_file(path) != file.digest:
+            raise IntegrityError(f"checkpoint {step}: {name} has another digest than its list states")
+        path.unlink()
+    return put_listing(own, {name: TreeFile(file.digest, file.size) for name, file in files.items()}), tokens
 
 
 def relayed_log(mailbox: Mailbox, cursor: int = 0) -> LogPage:
-    """Return whole lines of the output of a job elsewhere from byte `cursor` on, as many as fit a page."""
+    """Return the output of a job elsewhere from byte `cursor` on, as much as fits a page and no part of a character."""
     data = mailbox.logged(cursor)[:_PAGE]
-    whole = data.rfind(b"\n") + 1 if len(data) == _PAGE else len(data)
+    while 0 < len(data) < _CHARACTER and (more := mailbox.logged(cursor + len(data))):
+        data += more[:_PAGE]  # a character may begin in one piece and end in another
+    whole = data.rfind(b"\n") + 1 if len(data) >= _PAGE else len(data)
     data = data[: whole or len(data)]
+    for dropped in range(min(_CHARACTER, len(data) + 1)):
+        with suppress(UnicodeDecodeError):
+            return LogPage(data[: len(data) - dropped].decode("utf-8"), cursor + len(data) - dropped)
     return LogPage(data.decode("utf-8", errors="replace"), cursor + len(data))
 
 

@@ -68,9 +68,10 @@ class LocalFolder(Backend):
         with path.open("rb") as file:
             _close_to_others(file.fileno(), 0o600)
             os.fsync(file.fileno())
-        for folder in (path.parent, path.parent.parent):
+        above = [folder for folder in path.parents if self.folder in folder.parents]
+        for folder in above:
             _close_to_others(folder, 0o700)
-        for folder in (path.parent, path.parent.parent, self.folder):  # the first blob created all three
+        for folder in (*above, self.folder):  # the first blob created all of them
             sync_folder(folder)
 
 

@@ -26,6 +26,7 @@ YOUNG = 3600.0  # seconds; objects younger than this are deleted only on request
 PART = 8 << 20  # bytes of one request
 ANSWER_SECONDS = 30.0  # maximum duration of a request
 _COPIED = 16 << 20  # minimum bytes per second of a copy within a store
+_COPIED_AT_ONCE = 1 << 30  # bytes; S3 copies at most 5 GiB in one request
 _MOST_PARTS = 9000  # S3 accepts 10,000
 _AT_ONCE = 2  # concurrent parts
 _EMPTY = "416"  # the status for a range of an empty object
@@ -88,12 +89,16 @@ class Remote(Backend):
     def compose(self, store: Any, sources: Sequence[str], target: str, size: int) -> None:
         """See `Backend.compose`: copies within the store. The bytes pass this process if the store is not S3."""
         seconds, keys = ANSWER_SECONDS + size / _COPIED, Keys.of_environment()
-        if len(sources) == 1:
+        if len(sources) == 1 and size <= _COPIED_AT_ONCE:
             obstore.copy(self.open(seconds), sources[0], target)
         elif keys is not None and self.url.startswith("s3://"):
             place = urlsplit(self.url)
             prefix = f"/{place.netloc}/{place.path.strip('/')}".rstrip("/")
-            compose(keys, [f"{prefix}/{source}" for source in sources], address(store, target), seconds)
+            parts = [(f"{prefix}/{source}", "") for source in sources]
+            if len(parts) == 1:
+                spans = ((at, min(size, at + _COPIED_AT_ONCE) - 1) for at in range(0, size, _COPIED_AT_ONCE))
+                parts = [(parts[0][0], f"bytes={first}-{last}") for first, last in spans]
+            compose(keys, parts, address(store, target), seconds)
         else:
             super().compose(store, sources, target, size)
 
