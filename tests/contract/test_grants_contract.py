@@ -64,8 +64,8 @@ def test_a_host_renews_its_own_and_forgets_what_is_over(ledger: Ledger) -> None:
     grants.add(FIRST, SECRETS["first"])
     grants.add(far, SECRETS["far"])
     assert grants.renew(None) == [FIRST.folder]
-    assert grants.renew("b" * 32) == [far.folder]
-    assert grants.renew("c" * 32) == []
+    assert sorted(grants.renew("b" * 32)) == [far.folder, FIRST.folder]
+    assert grants.renew("c" * 32) == [FIRST.folder], "it belongs to no host: its job is on another machine"
     with ledger.transaction(ANN) as transaction:
         transaction.update_attempt(FIRST, state=AttemptState.FAILED)
     assert grants.renew(None) == []

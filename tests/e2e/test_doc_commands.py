@@ -104,7 +104,12 @@ def is_demo(words: list[str]) -> bool:
     return words[:2] == ["posttrain", "demo"] and task in ("01", *played.group(1).split())
 
 
-MATCHED: list[Callable[[list[str]], bool]] = [is_make, is_install, is_benchmark, is_mutants, is_demo]
+def is_agent(words: list[str]) -> bool:
+    """What an executor starts on a node: tests/contract/test_agent.py does."""
+    return words == ["python", "-m", "posttrain.execution.agent", "MAILBOX"]
+
+
+MATCHED: list[Callable[[list[str]], bool]] = [is_make, is_install, is_benchmark, is_mutants, is_demo, is_agent]
 
 
 def run_here(command: Command) -> bool:

@@ -44,6 +44,7 @@ ALLOWED = {
     ("contract/test_channel_contract.py", "time.sleep(0.01)"): POLL,
     ("contract/far_job.py", "time.sleep(0.02)"): "the job's own work until it is told to leave",
     ("contract/test_agent.py", "time.sleep(0.02)"): POLL,
+    ("contract/test_agent.py", "spec = replace(spec, max_seconds=self.most, grace_seconds=1.0)"): NEVER,
     ("contract/executor_job.py", "time.sleep(0.01)"): "the job's own work until it is told to leave",
     ("contract/executor_late_supervisor.py", "time.sleep(0.01)"): POLL,
     ("contract/group_workers.py", "self.sleep(seconds)"): NEVER,
@@ -203,6 +204,8 @@ WAIT = re.compile(
     r"^(?P<name>_?[A-Z_]*(?:SECONDS|TIMEOUT|GRACE|CLOSING|LEAVING|ALONE|PATIENCE)\w*)\s*=\s*(?P<value>[0-9.]+)", re.M
 )
 SHORT_WAITS = {
+    "execution/agent.py:_FENCE_SECONDS": "between two looks at who has the attempt",
+    "execution/agent.py:_OVERLAP_SECONDS": "longer than an earlier incarnation needs to end itself",
     "execution/agent.py:_RELAY_SECONDS": "between two looks at the job's mailbox",
     "execution/agent.py:_LOOK_SECONDS": "between two looks at the attempt's mailbox",
     "execution/agent.py:_LOG_SECONDS": "after which the job's output is relayed",

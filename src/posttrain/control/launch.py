@@ -73,7 +73,7 @@ def find_checkpoint(
     rooted = max((one for one in own if one.resume), key=lambda one: one.resumed_step or 0, default=None)
     candidates = _candidates(stores.ledger, folders, stage, own, same)
     for step, attempt in sorted(candidates, key=lambda c: c[0], reverse=True):
-        if rooted is not None and step <= (rooted.resumed_step or 0):  # its files may be gone, its artifact is not
+        if rooted is not None and step < (rooted.resumed_step or 0):  # its files may be gone, its artifact is not
             if known := _still_stored(stores, rooted):
                 return known
             rooted = None
