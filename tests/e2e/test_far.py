@@ -27,7 +27,6 @@ from installed import install, on_path
 from s3_server import KEYS, s3_server, use_s3
 
 pytestmark = pytest.mark.slow
-PLACES = {"POSTTRAIN_STORE": "s3://far/store"}
 
 
 @pytest.fixture
@@ -46,8 +45,13 @@ def first(tmp_path: Path, s3: dict[str, str], monkeypatch: pytest.MonkeyPatch) -
     install(site, "posttrain-far", "1.0", "[posttrain.executors]\nfar = far:Far\n", {})
     on_path(monkeypatch, site)
     monkeypatch.setenv("FAR_ROOT", str(tmp_path / "node"))
-    bench.environment = {**s3, **PLACES, "FAR_ROOT": str(tmp_path / "node"), "PYTHONPATH": f"{site}:{HERE}"}
-    make_template(bench, "--executor", "far", "--mailboxes", "s3://far/mail")
+    bench.environment = {
+        **s3,
+        "POSTTRAIN_STORE": f"s3://far/{tmp_path.name}",
+        "FAR_ROOT": str(tmp_path / "node"),
+        "PYTHONPATH": f"{site}:{HERE}",
+    }
+    make_template(bench, "--executor", "far", "--mailboxes", f"s3://far/mail-{tmp_path.name}")
     yield bench
     bench.clean()
 
@@ -118,7 +122,7 @@ def test_a_second_host_finishes_what_the_first_began_from_what_the_node_staged(
     assert (again.state, again.resumed_step) == ("succeeded", 5)
     assert mailbox_at(job.mailbox).checkpoints() == [5]
     assert "of processor time" in second.run("logs", run_id, "sft").out
-    area = StagingArea("s3://far/store")  # moto's buckets outlive their server
+    area = StagingArea(second.environment["POSTTRAIN_STORE"])
     assert {name for name, *_ in area.stored()} >= {one.name for one in second.attempts(run_id)}
     second.run("gc", "--older-than", "0s")
     assert list(area.stored()) == [], "nothing of a run that has succeeded is resumed"
