@@ -22,6 +22,7 @@ from posttrain.store.blobs import open_blobs
 from posttrain.store.mailbox import ORDER, REQUEST
 from posttrain.store.staging import StagedAttempt
 
+pytestmark = pytest.mark.slow
 HERE = Path(__file__).parent
 PATIENCE = 300.0  # seconds; a machine may be as busy as it likes
 
@@ -141,7 +142,6 @@ def test_a_requeued_job_goes_on_from_its_checkpoint_with_what_is_left_of_its_bud
     assert node.ends(node.start(incarnation=0)) == ANOTHER_RUNS, "its former self is refused"
 
 
-@pytest.mark.slow
 def test_of_two_incarnations_that_overlap_the_later_one_ends_the_attempt(node: Node) -> None:
     """A scheduler that took a node for dead; the node comes back."""
     first = node.holding()
@@ -153,7 +153,6 @@ def test_of_two_incarnations_that_overlap_the_later_one_ends_the_attempt(node: N
     assert node.attempt.read_result() is not None
 
 
-@pytest.mark.slow
 def test_a_job_that_prints_without_end_keeps_its_limit_of_seconds(node: Node) -> None:
     node.most = 3.0
     node.order("floods")
@@ -185,7 +184,6 @@ def test_a_scratch_folder_that_others_may_write_is_refused(node: Node) -> None:
     assert node.mailbox.started() is None
 
 
-@pytest.mark.slow
 def test_an_agent_that_is_overtaken_ends_its_job_and_publishes_nothing(node: Node) -> None:
     """A node that was lost and comes back, or an attempt that was ended meanwhile."""
     agent = node.holding()

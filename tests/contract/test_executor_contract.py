@@ -260,9 +260,10 @@ def podman(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Podman]:
 
 
 BOXED = pytest.param("boxed", marks=pytest.mark.containers)
+FAR = pytest.param("far", marks=pytest.mark.slow)  # an agent and a job for each case
 
 
-@pytest.fixture(params=["local", "forked", "far", "fake", "lose_answers", "lose_requests", "late_requests", BOXED])
+@pytest.fixture(params=["local", "forked", FAR, "fake", "lose_answers", "lose_requests", "late_requests", BOXED])
 def harness(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Harness:
     if request.param == "fake":
         return FakeHarness()
