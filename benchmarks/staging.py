@@ -80,7 +80,6 @@ def main() -> None:
     for seed in range(rounds):
         with tempfile.TemporaryDirectory() as folder:
             seconds.append(one_round(Path(folder), mib, seed))
-    print("# staging")
     print(f"{'way':<8} {'MiB/s':>7} {'(min-max)':>15} {'of the copy':>12}")
     rows = []
     for way in seconds[0]:

@@ -14,9 +14,11 @@ from typing import Any
 
 import pytest
 
+from posttrain.domain.errors import ConflictError, InputError
 from posttrain.domain.jobs import ANOTHER_RUNS, JobOrder, Progress
 from posttrain.domain.jobspec import JobSpec
 from posttrain.execution import processes
+from posttrain.execution.agent import Agent
 from posttrain.store.attempts import mailbox_at
 from posttrain.store.blobs import open_blobs
 from posttrain.store.mailbox import ORDER, REQUEST
@@ -36,7 +38,7 @@ class Node:
         self.url = (root / "mail" / "run" / "train" / "001").as_uri()
         self.mailbox = mailbox_at(self.url)
         self.attempt = StagedAttempt(root / "nothing", self.url, "run-train-1", self.blobs.url)
-        self.hold, self.most = root / "hold", None
+        self.hold, self.most, self.lacks = root / "hold", None, ""
 
     def order(self, mode: str = "plain", **words: Any) -> None:
         order = {"store_url": self.blobs.url, "inputs": {}, "params": {}, "cache_dir": "", **words}
@@ -49,6 +51,7 @@ class Node:
     def start(self, incarnation: int = 0) -> subprocess.Popen[str]:
         own = {"POSTTRAIN_SCRATCH": str(self.root / "scratch"), "POSTTRAIN_INCARNATION": str(incarnation)}
         own |= {"PATH": os.environ["PATH"], "AWS_SECRET_ACCESS_KEY": "the-nodes", "JUDGE_KEY": "a-judges-key"}
+        own.pop(self.lacks, None)
         command = [sys.executable, "-m", "posttrain.execution.agent", self.url]
         process = subprocess.Popen(command, env=own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         self.started.append(process)
@@ -180,7 +183,7 @@ def test_a_scratch_folder_that_others_may_write_is_refused(node: Node) -> None:
     agent = node.start()
     said, _ = agent.communicate(timeout=PATIENCE)
     assert agent.returncode == 2
-    assert "must be a folder of this user that nobody else may write" in said
+    assert "must be a folder that only this user can write" in said
     assert node.mailbox.started() is None
 
 
@@ -241,6 +244,35 @@ def test_what_cannot_be_computed_here_is_a_failed_result_in_one_line(
     assert result.failure is not None
     assert says in result.failure.message
     assert "\n" not in result.failure.message
+
+
+def test_a_secret_that_the_node_lacks_is_named(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    node.order()
+    node.lacks = "JUDGE_KEY"
+    assert node.ends(node.start()) == 0
+    result = node.attempt.read_result()
+    assert result is not None
+    assert result.failure is not None
+    assert "job run-train-1 needs JUDGE_KEY in the environment of its agent" in result.failure.message
+    assert node.steps() == []
+
+
+def test_an_agent_that_is_overtaken_while_it_fetches_publishes_no_failure(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its failed result would end the attempt, which the later incarnation computes."""
+    node.order()
+    taken = Agent(node.url, 0, node.root / "scratch")
+
+    def fetch(*_: object) -> tuple[int, float]:
+        node.mailbox.start(1, "the later one", incarnation=1)
+        raise InputError("this node is broken")
+
+    monkeypatch.setattr(Agent, "_fetch", fetch)
+    monkeypatch.setenv("JUDGE_KEY", "a-judges-key")
+    with pytest.raises(ConflictError, match="a later incarnation of the job has begun"):
+        taken.run()
+    assert node.attempt.read_result() is None
 
 
 def test_a_job_that_dies_passes_its_exit_code_on_and_leaves_its_last_checkpoint(node: Node) -> None:

@@ -1,8 +1,8 @@
 """Runs one attempt's job on a node that shares no disk with its driver: `python -m posttrain.execution.agent MAILBOX`.
 
 The executor starts the agent, which begins the attempt in its mailbox, fetches the inputs, and starts the job in a
-scratch folder. The job finds what it finds on a driver's machine: a folder, a mailbox in it, and a store with its
-inputs. It needs no key. The agent relays the mailbox, stages checkpoints as they are committed and outputs at the end,
+scratch folder. As on a driver's machine, the job has a folder, a mailbox in it, and a store with its inputs. It needs
+no key. The agent relays the mailbox, stages checkpoints as they are committed and outputs at the end,
 and publishes the result last. The job dies with its agent; the node keeps nothing.
 
 Environment:
@@ -81,20 +81,21 @@ _ENDING_SECONDS = 600.0  # a scheduler that sent SIGTERM kills the agent within 
 class Relay:
     """Copies between the job's mailbox, which is in its folder, and the attempt's.
 
-    Args:
+    Attributes:
         spent: tokens that earlier incarnations spent beyond the checkpoint from which the job resumes.
         ran: seconds that earlier incarnations ran.
     """
 
-    def __init__(self, attempt: AttemptFolder, outside: Mailbox, spent: int = 0, ran: float = 0.0) -> None:
-        self._attempt, self._inside, self._outside, self._spent = attempt, attempt.mailbox, outside, spent
+    def __init__(self, attempt: AttemptFolder, outside: Mailbox) -> None:
+        self.spent, self.ran = 0, 0.0
+        self._attempt, self._inside, self._outside = attempt, attempt.mailbox, outside
         self._first = {stream: outside.last(stream) for stream in (EVENTS, SAMPLES)}  # of earlier incarnations
         self._sent = dict.fromkeys(self._first, 0)
         self._orders: list[tuple[int, int | None]] = []  # numbers of each order outside and inside; None: done before
         self._summary, self._meter = b"", b""
         self._done = set(outside.checkpoints())  # steps that are staged, or cannot be
         self._logged = self._begun = outside.log_end()
-        self._written, self._started, self._ran = time.monotonic(), time.monotonic(), ran
+        self._written = self._started = time.monotonic()
 
     def up(self) -> None:
         """Copy facts, samples, progress, spending and acknowledgements of the job."""
@@ -106,12 +107,12 @@ class Relay:
                 self._sent[stream] = number
         summary = self._inside.summary()
         if summary is not None and (said := repr(summary).encode()) != self._summary:
-            tokens, segment = summary.tokens + self._spent, self._first[EVENTS] + summary.segment
+            tokens, segment = summary.tokens + self.spent, self._first[EVENTS] + summary.segment
             self._outside.summarise(replace(summary, tokens=tokens, segment=segment))
             self._summary = said
         meter = self._inside.metered()
         if meter != self._meter and (spent := spending(meter)) is not None:
-            self._outside.replace_meter(spent + self._spent)
+            self._outside.replace_meter(spent + self.spent)
             self._meter = meter
         for place, (outer, inner) in enumerate(self._orders):
             if inner is not None and self._inside.acknowledged(inner):
@@ -123,7 +124,7 @@ class Relay:
         for control in self._outside.controls(self._orders[-1][0] if self._orders else 0):
             done = self._outside.acknowledged(control.number)
             self._orders.append((control.number, None if done else self._inside.order(control.kind)))
-        self._outside.replace(RAN, {"seconds": self._ran + time.monotonic() - self._started})
+        self._outside.replace(RAN, {"seconds": self.ran + time.monotonic() - self._started})
 
     def log(self, *, whole: bool = False) -> None:
         """Copy output of the job: a piece that is long or has waited for some seconds.
@@ -134,12 +135,13 @@ class Relay:
         late = whole or time.monotonic() - self._written >= _LOG_SECONDS
         with suppress(FileNotFoundError, IntegrityError), open_plain(self._attempt.log) as file:
             file.seek(self._logged - self._begun)
-            while (data := file.read(_PIECE)) and (late or len(data) >= _LOG_BYTES):
-                if self._logged - self._begun >= _LOG_MOST:
-                    self._outside.log(self._logged, b"\n[the rest of the log is not relayed]\n")
+            while self._logged - self._begun < _LOG_MOST and (data := file.read(_PIECE)):
+                if not late and len(data) < _LOG_BYTES:
                     return
                 self._logged += self._outside.log(self._logged, data)
                 self._written = time.monotonic()
+                if self._logged - self._begun >= _LOG_MOST:
+                    self._outside.log(self._logged, b"\n[the rest of the log is not relayed]\n")
                 if not whole:  # the job's end, its orders and its limit wait for this call
                     return
 
@@ -219,17 +221,16 @@ class Agent:
         relay = self._insist(lambda: Relay(attempt, outside))
         try:
             try:
-                spent, ran = self._fetch(outside, order, attempt, folder, parts)
-            except InfrastructureError:
+                _refuse_other_code(order)
+                _refuse_lacking(spec)
+                relay.spent, relay.ran = self._fetch(outside, order, attempt, folder, parts)
+            except (InfrastructureError, ConflictError):  # no answer, or another job has the attempt
                 raise
             except (PosttrainError, OSError) as error:  # this node is the reason
-                outside.answer(_failed(error).to_json())
-                return 0
-            relay = self._insist(lambda: Relay(attempt, outside, spent, ran))
-            code, over = self._supervise(spec, ran, attempt, relay, uploads)
-            if code == ANOTHER_RUNS:  # only an agent's word: this job had its folder alone
-                code = 1
-            return self._insist(lambda: self._publish(outside, attempt, relay, uploads, spent, code, over))
+                refused = _failed(error)
+                return self._insist(lambda: self._answer(outside, refused))
+            code, over = self._supervise(spec, attempt, relay, uploads)
+            return self._insist(lambda: self._publish(outside, attempt, relay, uploads, code, over))
         except PosttrainError as error:
             print(f"agent: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
             raise
@@ -310,7 +311,6 @@ class Agent:
             The tokens that earlier incarnations spent beyond the checkpoint from which this one resumes, and the
             seconds that they ran. Its allowances are what is left.
         """
-        _refuse_other_code(order)
         own = open_blobs(folder / "blobs")
         blobs: BlobStore = ServedBlobs(folder, pause=self.turn) if self.bootstrap else open_blobs(order.store_url)
         cache = folder / "cache"
@@ -347,16 +347,10 @@ class Agent:
             return replace(order, resume=digest, resumed_step=step, tokens_inherited=tokens)
         return order
 
-    def _supervise(
-        self, spec: JobSpec, ran: float, attempt: AttemptFolder, relay: Relay, uploads: Uploads
-    ) -> tuple[int, bool]:
-        """Start the job and relay until it ends; return its exit code, negative for a signal, and whether it was late.
-
-        Args:
-            ran: seconds that earlier incarnations ran.
-        """
+    def _supervise(self, spec: JobSpec, attempt: AttemptFolder, relay: Relay, uploads: Uploads) -> tuple[int, bool]:
+        """Start the job and relay until it ends; return its exit code (negative: a signal), and whether it was late."""
         log, begun = attempt.log.open("ab"), time.monotonic()
-        named = {name: os.environ[name] for name in spec.secrets if name in os.environ}
+        named = {name: os.environ[name] for name in spec.secrets}
         own = processes.of_a_server(os.environ) | named
         with log:
             job = subprocess.Popen(
@@ -367,23 +361,17 @@ class Agent:
         self.job = job.pid
         if self.lost:
             self.give_up(self.lost)
-        most = math.inf if spec.max_seconds is None else max(0.0, spec.max_seconds - ran)
+        most = math.inf if spec.max_seconds is None else max(0.0, spec.max_seconds - relay.ran)
         limit, beat = Limit(most, spec.grace_seconds, begun, attempt.log), _Beat(self, relay, uploads)
         try:
-            return wait(job.pid, attempt.path / "result.json", beat, limit), limit.over
+            code = wait(job.pid, attempt.path / "result.json", beat, limit)
+            return 1 if code == ANOTHER_RUNS else code, limit.over  # no job had this folder before
         finally:
             self.job = 0
             beat.close()
 
     def _publish(
-        self,
-        outside: Mailbox,
-        attempt: AttemptFolder,
-        relay: Relay,
-        uploads: Uploads,
-        spent: int,
-        code: int,
-        over: bool,
+        self, outside: Mailbox, attempt: AttemptFolder, relay: Relay, uploads: Uploads, code: int, over: bool
     ) -> int:
         """Stage what the job left, relay the rest, and publish its result; return the agent's exit code."""
         if (step := relay.newest()) is not None:
@@ -409,10 +397,18 @@ class Agent:
             except (InputError, IntegrityError) as error:  # the job left something else than its result states
                 result = _failed(error, result.tokens)
         relay.log(whole=True)
+        return self._answer(outside, replace(result, tokens=result.tokens + relay.spent))
+
+    def _answer(self, outside: Mailbox, result: JobResult) -> int:
+        """Publish the job's result unless the attempt has another job; return the agent's exit code.
+
+        Raises:
+            ConflictError: a later incarnation has begun, or the attempt has ended.
+        """
         held = outside.started()
         if self.lost or held is None or held.token != self._token:
-            raise ConflictError(self.lost or "another incarnation of the job has begun")
-        outside.answer(replace(result, tokens=result.tokens + spent).to_json())
+            raise ConflictError(self.lost or "a later incarnation of the job has begun, or the attempt has ended")
+        outside.answer(result.to_json())
         return 0
 
     def _ordered(self, outside: Mailbox) -> bool:
@@ -453,13 +449,13 @@ class _Beat:
 
     def __init__(self, agent: Agent, relay: Relay, uploads: Uploads) -> None:
         self._agent, self._relay, self._uploads = agent, relay, uploads
-        self._due = dict.fromkeys((self._up, self._down), 0.0)
+        self._due = dict.fromkeys((self._up, relay.down), 0.0)
         self._silent: float | None = None  # since when the store does not answer
         self._staging: threading.Thread | None = None
 
     def __call__(self) -> None:
         now = time.monotonic()
-        seconds = {self._up: _RELAY_SECONDS, self._down: _LOOK_SECONDS}
+        seconds = {self._up: _RELAY_SECONDS, self._relay.down: _LOOK_SECONDS}
         try:
             for act, due in self._due.items():
                 if now >= due:
@@ -489,13 +485,10 @@ class _Beat:
             self._staging = threading.Thread(target=self._stage, args=(step,))
             self._staging.start()
 
-    def _down(self) -> None:
-        self._relay.down()
-
     def _stage(self, step: int) -> None:
         try:
             self._relay.stage(step, self._uploads)
-        except (PosttrainError, OSError) as error:  # the job dropped it meanwhile, or the store does not answer
+        except (PosttrainError, OSError) as error:  # the job deleted it, or the store does not answer
             print(f"agent: the checkpoint of step {step} is not staged yet: {error}", flush=True)
             time.sleep(_LOOK_SECONDS)
 
@@ -517,7 +510,7 @@ def _refuse_shared(folder: Path) -> None:
     make_folder(folder)
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
-        raise InputError(f"{folder}: must be a folder of this user that nobody else may write; set POSTTRAIN_SCRATCH")
+        raise InputError(f"{folder}: must be a folder that only this user can write; change POSTTRAIN_SCRATCH")
 
 
 def _refuse_other_code(order: JobOrder) -> None:
@@ -534,6 +527,19 @@ def _refuse_other_code(order: JobOrder) -> None:
                 f"node {os.uname().nodename}: its {called(name)} and libraries have the digest {found[:19]}…, but the "
                 f"run was locked with {wanted[:19]}…; install the same packages on the node, or submit the run again"
             )
+
+
+def _refuse_lacking(spec: JobSpec) -> None:
+    """Check that this node has the values of the secrets in a spec.
+
+    Raises:
+        InputError: a secret is not set.
+    """
+    if lacking := [name for name in spec.secrets if name not in os.environ]:
+        raise InputError(
+            f"node {os.uname().nodename}: job {spec.name} needs {', '.join(lacking)} in the environment of its agent; "
+            "set it there"
+        )
 
 
 def main() -> None:

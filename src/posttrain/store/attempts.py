@@ -308,7 +308,7 @@ class AttemptFolder:
         """Put the checkpoint of a step into the store; None if it is not valid.
 
         Raises:
-            InputError, IntegrityError: the job dropped or replaced it meanwhile.
+            InputError, IntegrityError: the job deleted or replaced the checkpoint during the call.
         """
         found = self.checkpoint(step)
         return None if found is None else StoredCheckpoint(put_tree(blobs, found.path), found.step, found.tokens)

@@ -163,13 +163,12 @@ class Mailbox:
         """
         mine = _start(epoch, process, incarnation=incarnation)
         mine = replace(mine, token=token or mine.token)
-        for number in itertools.count(1):
-            held = self._held(number, mine)
-            if held.token == mine.token:
-                return None
+        number = 1
+        while (held := self._held(number, mine)).token != mine.token:
             if held.cancelled or held.incarnation >= incarnation:
                 return held
-        raise AssertionError("unreachable")
+            number += 1
+        return None
 
     def bury(self, epoch: int, why: str, *, begun: bool = False) -> Start | None:
         """Write a tombstone, so that a late job computes nothing; return the earlier start, if there is one.

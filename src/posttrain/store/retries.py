@@ -231,7 +231,8 @@ class Bootstrap:
         """Let the job of a folder use the next server of the team."""
         access = read_access(folder)
         if access is not None and len(self.urls) > 1:
-            following = self.urls[(self.urls.index(access.url) + 1) % len(self.urls)]
+            place = self.urls.index(access.url) if access.url in self.urls else -1  # the job can write its address
+            following = self.urls[(place + 1) % len(self.urls)]
             tell(folder, following, self.certificate if following == self.urls[0] else "")
 
 

@@ -87,7 +87,7 @@ class Remote(Backend):
         obstore.copy(self.open(ANSWER_SECONDS + size / _COPIED), source, target)
 
     def compose(self, store: Any, sources: Sequence[str], target: str, size: int) -> None:
-        """See `Backend.compose`: copies within the store. The bytes pass this process if the store is not S3."""
+        """See `Backend.compose`: copies within the store; without S3, or its keys, through this process."""
         seconds, keys = ANSWER_SECONDS + size / _COPIED, Keys.of_environment()
         if len(sources) == 1 and size <= _COPIED_AT_ONCE:
             obstore.copy(self.open(seconds), sources[0], target)
