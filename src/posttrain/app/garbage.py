@@ -34,6 +34,7 @@ from posttrain.trackers.choice import describe, of_workspace
 
 ANSWERS_SECONDS = 86400.0  # the time for which an HTTP response is stored, for a client that repeats the request
 _CACHED = ("trees", "files")  # folders of the cache whose entries have digests as names
+_AT_ONCE = 200  # staged objects that are deleted while nothing can be adopted
 _PERSON = ("user:", NOBODY)
 
 
@@ -110,8 +111,10 @@ def _unstage(workspace: Workspace, url: str, older_than: float, dry_run: bool) -
     found = list(area.stored())  # listed first: an attempt is in the ledger before its job stages anything
     kept = adoptable(workspace.ledger)
     gone = [(key, size) for name, key, at, size in found if name not in kept and at < time.time() - older_than]
-    for key, _ in gone if not dry_run else ():
-        area.drop(key)
+    for start in range(0, 0 if dry_run else len(gone), _AT_ONCE):
+        with workspace.lock.alone(PATIENCE):  # no file is being adopted
+            for key, _ in gone[start : start + _AT_ONCE]:
+                area.drop(key)
     return len(gone), sum(size for _, size in gone)
 
 
