@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.control.jobs import AttemptFolders, Jobs
-from posttrain.control.owners import process_alive, process_name
 from posttrain.control.plan import plan_run
 from posttrain.control.reconciler import Reconciler
 from posttrain.control.stores import Stores
@@ -21,6 +20,7 @@ from posttrain.domain.manifest import InputRef
 from posttrain.domain.runspec import parse_run_spec
 from posttrain.execution.executors.local.devices import Devices
 from posttrain.execution.executors.local.executor import LocalExecutor
+from posttrain.execution.processes import process_alive, process_name
 from posttrain.execution.trainers.native import NativeTrainer
 from posttrain.store.blobs import open_blobs
 from posttrain.store.database import Database, SystemClock

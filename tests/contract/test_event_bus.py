@@ -424,7 +424,7 @@ import sys
 from posttrain.events.bus import Deliveries, RunFacts
 from posttrain.events.sinks.jsonl import JsonLinesSink
 from posttrain.events.sinks.webhook import WebhookSink
-from posttrain.control.owners import process_alive, process_name
+from posttrain.execution.processes import process_alive, process_name
 from posttrain.store.work import Cursors
 from posttrain.store.database import Database
 from posttrain.store.erasure import erase_principal

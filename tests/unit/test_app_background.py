@@ -20,7 +20,6 @@ from cli_world import World, make_world
 from posttrain.app.background import Ears, _tidy
 from posttrain.app.driver import Driver, drive
 from posttrain.app.workspace import Workspace
-from posttrain.control.owners import process_name
 from posttrain.domain.errors import DeadlineError, InfrastructureError, InputError, IntegrityError, WorkspaceError
 from posttrain.domain.lifecycle import RunState
 from posttrain.drivers import handover, handover as driver_environment, requests as drivers
@@ -35,6 +34,7 @@ from posttrain.drivers.requests import (
     run_driver,
     write_request,
 )
+from posttrain.execution.processes import process_name
 from posttrain.store.atomic import make_folder
 from posttrain.store.work import WorkQueue
 

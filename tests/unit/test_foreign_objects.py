@@ -24,8 +24,8 @@ from sqlalchemy import event, update
 
 from posttrain.api.control import OPERATIONS
 from posttrain.app.workspace import Workspace
-from posttrain.control.owners import process_name
 from posttrain.domain.ids import Role
+from posttrain.execution.processes import process_name
 from posttrain.server.limits import IN_PATHS
 from posttrain.server.openapi import document
 from posttrain.store.hosts import Host

@@ -26,7 +26,6 @@ from posttrain.api.verbs import PREFIX, Verb, cursor
 from posttrain.client.blobs import Sender
 from posttrain.client.remote import remote_control
 from posttrain.client.transport import Transport, in_path
-from posttrain.control.owners import process_name
 from posttrain.domain.canonical import canonical_json, digest_bytes, digest_json
 from posttrain.domain.errors import (
     AccessError,
@@ -40,6 +39,7 @@ from posttrain.domain.ids import Role
 from posttrain.domain.manifest import InputRef, Manifest, StageManifest
 from posttrain.domain.records import Asset, RunRecord, StageRecord
 from posttrain.domain.runspec import Budget
+from posttrain.execution.processes import process_name
 from posttrain.server import limits
 from posttrain.server.authentication import Looking, Watchers
 from posttrain.server.operations import Once, request_id

@@ -9,9 +9,9 @@ import pytest
 from server_bench import attempt_with_access, served
 from sqlalchemy import update
 
-from posttrain.control.owners import process_name
 from posttrain.domain.errors import InputError
 from posttrain.domain.ids import Role
+from posttrain.execution.processes import process_name
 from posttrain.server.connections import checked_advertised, is_near, is_sure
 from posttrain.server.service import Bind
 from posttrain.store.hosts import Host

@@ -25,7 +25,6 @@ from pathlib import Path
 
 from posttrain.app.driver import Driver
 from posttrain.app.workspace import Workspace
-from posttrain.control.owners import process_name
 from posttrain.domain.errors import InputError, PosttrainError
 from posttrain.domain.lifecycle import is_final
 from posttrain.domain.ports import crashpoint
@@ -43,6 +42,7 @@ from posttrain.drivers.requests import (
     runs_folder,
     write_request,
 )
+from posttrain.execution.processes import process_name
 
 _LISTEN = 0.1  # seconds between two checks for requests
 _LOGS = 8  # logs of former drivers that are retained

@@ -14,7 +14,6 @@ from urllib.parse import urlsplit
 from posttrain.access.ports import OS
 from posttrain.api.control import Control
 from posttrain.api.verbs import answers
-from posttrain.control.owners import process_alive, process_name
 from posttrain.data.refs import is_confined
 from posttrain.domain.errors import InputError, nearest
 from posttrain.domain.sinks import BY_PERSON, Cursor, Rule, SinkRecord, SinkView
@@ -23,6 +22,7 @@ from posttrain.events.ports import Admit, Sink, anywhere, public, refuse_foreign
 from posttrain.events.sinks.email import EmailSink
 from posttrain.events.sinks.jsonl import JsonLinesSink
 from posttrain.events.sinks.webhook import WebhookSink
+from posttrain.execution.processes import process_alive, process_name
 from posttrain.workspace.settings import OpenWorkspace
 
 _OPENS: Mapping[str, Callable[[Mapping[str, Any], Callable[[], float], Admit], Sink]] = {

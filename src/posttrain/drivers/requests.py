@@ -21,10 +21,10 @@ from typing import Any
 
 import psutil
 
-from posttrain.control.owners import process_alive
 from posttrain.domain.errors import InfrastructureError, IntegrityError, PosttrainError
 from posttrain.domain.lifecycle import is_final
 from posttrain.domain.records import RunRecord
+from posttrain.execution.processes import process_alive
 from posttrain.store.atomic import Refusal, held, read_json, unwritable, write_json
 from posttrain.workspace.served import is_served
 

@@ -94,6 +94,20 @@ def alive(pid: int, expected: str) -> bool:
     return stat is not None and stat[0] not in _DEAD and f"{_boot()}:{stat[2]}" == expected
 
 
+def process_name() -> str:
+    """Return `host:pid:start` of this process: the name of an owner of leases, never that of a later process."""
+    return f"{os.uname().nodename}:{os.getpid()}:{(_stat(os.getpid()) or ('', 0, 0))[2]}"
+
+
+def process_alive(owner: str) -> bool:
+    """Return whether the process `owner` may still be alive; always True for another host."""
+    host, pid, started = [*owner.rsplit(":", 2), "", ""][:3]
+    if host != os.uname().nodename or not pid.isdigit():
+        return True
+    stat = _stat(int(pid))
+    return stat is not None and stat[0] not in _DEAD and str(stat[2]) == started
+
+
 def send(pid: int, expected: str, number: int) -> None:
     """Send a signal to exactly this process; do nothing if it has ended."""
     try:

@@ -36,8 +36,8 @@ from starlette.responses import Response, StreamingResponse
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from posttrain.access.ports import OS, Identity
-from posttrain.control.owners import process_alive, process_name
 from posttrain.domain.errors import InputError, LimitError, PosttrainError
+from posttrain.execution.processes import process_alive, process_name
 from posttrain.server.limits import PASS_ON, READ, in_thread
 from posttrain.store.hosts import Host, Hosts, Ledger, host_of
 from posttrain.store.retries import connected

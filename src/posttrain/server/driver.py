@@ -16,8 +16,8 @@ from pathlib import Path
 
 from posttrain.app.driver import Driver
 from posttrain.app.workspace import Workspace, serve_jobs
-from posttrain.control.owners import process_name
 from posttrain.domain.errors import PosttrainError
+from posttrain.execution.processes import process_name
 from posttrain.server.attempts import Granting
 from posttrain.server.logs import Logging, Printed, begin, say_of_driver
 from posttrain.server.metrics import SharedCounters

@@ -33,7 +33,6 @@ from posttrain.api.guard import refuse
 from posttrain.api.problems import problem
 from posttrain.api.verbs import PREFIX
 from posttrain.app.workspace import Workspace
-from posttrain.control.owners import process_alive, process_name
 from posttrain.domain.canonical import digest_bytes
 from posttrain.domain.errors import (
     BusyError,
@@ -45,6 +44,7 @@ from posttrain.domain.errors import (
     PosttrainError,
     StoppedError,
 )
+from posttrain.execution.processes import process_alive, process_name
 from posttrain.server.authentication import Asker, Authentication
 from posttrain.server.connections import Peers
 from posttrain.server.limits import READ, Limits, check_path, in_thread

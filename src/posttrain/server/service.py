@@ -45,10 +45,10 @@ from posttrain._version import __version__
 from posttrain.access.authenticators.token import issue
 from posttrain.app.garbage import ANSWERS_SECONDS
 from posttrain.app.workspace import Workspace
-from posttrain.control.owners import process_name
 from posttrain.domain.errors import ConflictError, InputError, PosttrainError, WorkspaceError
 from posttrain.domain.ids import Role
 from posttrain.events.ports import public, secrets_of
+from posttrain.execution.processes import process_name
 from posttrain.server import logs
 from posttrain.server.app import build
 from posttrain.server.authentication import Authentication

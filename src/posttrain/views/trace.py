@@ -22,8 +22,8 @@ from posttrain.store.atomic import make_folder, write_atomic
 from posttrain.store.attempts import AttemptFolder
 from posttrain.store.trees import tree_listing
 from posttrain.telemetry.timeline import AttemptSpans, StageTimeline, chrome_trace, summarise
-from posttrain.views.evaluations import sampling_words
 from posttrain.views.logs import stage_attempts
+from posttrain.views.status import sampling_words
 from posttrain.web.report import SampledStep, StageSamples, SuiteAnswers, TracePage, trace_page
 from posttrain.workspace.settings import OpenWorkspace
 

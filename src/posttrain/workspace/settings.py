@@ -28,7 +28,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from posttrain.control.jobs import Jobs
-from posttrain.control.owners import process_alive, process_name
 from posttrain.control.stores import Stores
 from posttrain.data.assets import ModelLimits
 from posttrain.data.catalog import Catalog
@@ -37,7 +36,7 @@ from posttrain.domain.errors import InfrastructureError, InputError, PosttrainEr
 from posttrain.domain.manifest import Manifest
 from posttrain.domain.records import RunRecord
 from posttrain.execution.executors.installed import InstalledExecutor
-from posttrain.execution.processes import NEVER
+from posttrain.execution.processes import NEVER, process_alive, process_name
 from posttrain.store.atomic import held, read_json, write_json
 from posttrain.store.blobs import ObjectBlobs, blobs_url
 from posttrain.store.hosts import GONE_SECONDS, Hosts, Ledger

@@ -31,9 +31,9 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from posttrain.domain.errors import InputError
+from posttrain.domain.rendering import experts_of
 from posttrain.engine.models.sharding import SequenceGroup
 from posttrain.pacing.balance import TOKENS, CostModel
-from posttrain.pacing.experts import experts_of
 
 ATTENTION_NAME = "posttrain_packed"
 PLAN_ARGUMENT = "packing_plan"

@@ -37,7 +37,7 @@ _DECIDING_ROOMS = (
     *("engine", "jobs", "sandbox", "data/files.py", "data/rows.py"),
     *("domain/canonical.py", "domain/engines.py", "domain/kinds.py", "domain/placement.py", "domain/rendering.py"),
     *("domain/rewards.py", "domain/roles.py", "domain/weights.py"),
-    *("pacing/admission.py", "pacing/balance.py", "pacing/experts.py"),
+    *("pacing/admission.py", "pacing/balance.py"),
     *("planner/residency.py", "planner/shape.py", "planner/sizes.py"),
 )
 # torch's version names its build (2.13.0+cpu, +cu130); jinja2 renders chat templates, pyarrow reads
