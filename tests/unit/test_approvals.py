@@ -1055,7 +1055,7 @@ def test_audit_28_a_driver_that_died_while_it_pinned_tells_of_the_environment_on
         bench.drive(run_id)
     assert bench.drive(run_id).state == "succeeded"
     (told,) = bench.ledger.events_about(run_id, RUN_ENVIRONMENT)
-    assert told.payload["digest"] == environments.ordered(bench.jobs, run_id)
+    assert told.payload["digest"] == environments.ordered(bench.jobs.folders, run_id)
 
 
 def test_audit_28_a_rollback_of_a_protected_channel_needs_a_reason(world: World, user: As) -> None:

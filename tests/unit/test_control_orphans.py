@@ -49,10 +49,10 @@ def orphan(bench: Bench, asked: JobSpec, name: str, **labels: str) -> JobSpec:
 
 
 def test_the_jobs_of_live_attempts_are_nobodys_orphans(bench: Bench) -> None:
-    assert find_orphans(bench.stores.ledger, bench.jobs) == Orphans()
+    assert find_orphans(bench.stores.ledger, bench.jobs, bench.executor) == Orphans()
     job = launched(bench)
-    assert find_orphans(bench.stores.ledger, bench.jobs) == Orphans()
-    assert end_orphans(bench.stores.ledger, bench.jobs) == []
+    assert find_orphans(bench.stores.ledger, bench.jobs, bench.executor) == Orphans()
+    assert end_orphans(bench.stores.ledger, bench.jobs, bench.executor) == []
     assert alive(bench, job)
 
 
@@ -61,11 +61,11 @@ def test_a_job_of_this_workspace_that_no_live_attempt_owns_is_ended(bench: Bench
     mine = launched(bench)
     gone = orphan(bench, mine, "gone-sft-9", **({} if known else {"run": "gone"}))
     found = Listed(gone.name, gone.labels, 1)
-    assert find_orphans(bench.stores.ledger, bench.jobs) == Orphans(ours=(found,))
-    assert end_orphans(bench.stores.ledger, bench.jobs) == ["job gone-sft-9 was ended: no attempt owns it"]
+    assert find_orphans(bench.stores.ledger, bench.jobs, bench.executor) == Orphans(ours=(found,))
+    assert end_orphans(bench.stores.ledger, bench.jobs, bench.executor) == ["job gone-sft-9 was ended: no attempt owns it"]
     assert not alive(bench, gone)
     assert alive(bench, mine)
-    assert find_orphans(bench.stores.ledger, bench.jobs) == Orphans()
+    assert find_orphans(bench.stores.ledger, bench.jobs, bench.executor) == Orphans()
 
 
 def test_a_job_that_outlived_its_attempt_is_ended(bench: Bench) -> None:
@@ -75,23 +75,23 @@ def test_a_job_that_outlived_its_attempt_is_ended(bench: Bench) -> None:
     bench.executor.finish(job.name)
     assert bench.drive(job.labels["run"]).state == "succeeded"
     bench.executor.requeue(job.name)  # of its own accord
-    assert end_orphans(bench.stores.ledger, bench.jobs) == [f"job {job.name} was ended: no attempt owns it"]
+    assert end_orphans(bench.stores.ledger, bench.jobs, bench.executor) == [f"job {job.name} was ended: no attempt owns it"]
     assert bench.executor.observe([job])[0].state is JobState.EXITED
 
 
 @pytest.mark.parametrize("workspace", ["elsewhere", ""], ids=["another workspace", "a job of before labels"])
 def test_a_job_of_somebody_else_is_told_and_left_alone(bench: Bench, workspace: str) -> None:
     other = orphan(bench, launched(bench), "other-sft-1", workspace=workspace)
-    assert [job.name for job in find_orphans(bench.stores.ledger, bench.jobs).strangers] == ["other-sft-1"]
-    assert end_orphans(bench.stores.ledger, bench.jobs) == []
+    assert [job.name for job in find_orphans(bench.stores.ledger, bench.jobs, bench.executor).strangers] == ["other-sft-1"]
+    assert end_orphans(bench.stores.ledger, bench.jobs, bench.executor) == []
     assert alive(bench, other)
 
 
 def test_a_workspace_that_does_not_know_itself_ends_nothing(bench: Bench) -> None:
     job = orphan(bench, launched(bench), "gone-sft-9", workspace="")
     bench.jobs = replace(bench.jobs, workspace=lambda: "")
-    assert find_orphans(bench.stores.ledger, bench.jobs).ours == ()
-    end_orphans(bench.stores.ledger, bench.jobs)
+    assert find_orphans(bench.stores.ledger, bench.jobs, bench.executor).ours == ()
+    end_orphans(bench.stores.ledger, bench.jobs, bench.executor)
     assert alive(bench, job)
 
 
@@ -108,7 +108,7 @@ def test_one_that_resists_stops_no_other(bench: Bench, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(bench.executor, "kill", resists)
     said = "job a-sft-1, which no attempt owns, could not be ended: still runs after SIGKILL"
-    assert end_orphans(bench.stores.ledger, bench.jobs) == [said, "job b-sft-1 was ended: no attempt owns it"]
+    assert end_orphans(bench.stores.ledger, bench.jobs, bench.executor) == [said, "job b-sft-1 was ended: no attempt owns it"]
     assert not alive(bench, second)
 
 

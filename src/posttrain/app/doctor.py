@@ -16,6 +16,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from email.utils import parsedate_to_datetime
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 
@@ -33,6 +34,7 @@ from posttrain.domain.plugins import EXECUTORS, TRAINERS, all_plugins
 from posttrain.drivers.requests import DriverKind, RunDriver, run_driver
 from posttrain.execution.executors.local.executor import LocalExecutor
 from posttrain.execution.machine import ask_ray, local_devices, read_machine
+from posttrain.execution.ports import Executor
 from posttrain.execution.trainers.native import NativeTrainer
 from posttrain.preflight.cluster_checks import Check, check_ray, cluster_checks
 from posttrain.preflight.confinement import confinement
@@ -185,7 +187,7 @@ def examine(*, probe: bool = False, ray: str = "", end: bool = False, accept: st
         checks += [
             _guarded("ledger", lambda: _ledger(workspace)),
             _guarded("log heads", lambda: _heads(workspace, accepted)),
-            _guarded("jobs", lambda: _orphans(workspace, end)),
+            *(_guarded("jobs", partial(_orphans, workspace, one, end)) for one in workspace.jobs.executors),
             *_images(workspace),
             *standing_checks(workspace),
             *_runs(workspace),
@@ -340,13 +342,14 @@ def _guarded(name: str, check: Callable[[], Check]) -> Check:
         return Check(name, "fail", str(error), "restore the workspace from a copy")
 
 
-def _orphans(workspace: Workspace, end: bool) -> Check:
-    """Check for jobs that no live attempt owns."""
+def _orphans(workspace: Workspace, executor: Executor, end: bool) -> Check:
+    """Check for jobs of an executor that no live attempt owns."""
+    check = "jobs" if executor is workspace.jobs.executor else f"jobs of {executor.name}"
     try:
-        ended = end_orphans(workspace.ledger, workspace.jobs) if end else []
-        found = find_orphans(workspace.ledger, workspace.jobs)
+        ended = end_orphans(workspace.ledger, workspace.jobs, executor) if end else []
+        found = find_orphans(workspace.ledger, workspace.jobs, executor)
     except InfrastructureError as error:
-        return Check("jobs", "fail", str(error), "fix this; until then, no job starts")
+        return Check(check, "fail", str(error), "fix this; until then, no job starts")
     names = [", ".join(job.name for job in jobs) for jobs in (found.ours, found.strangers)]
     told = [f"running, but no attempt owns them: {names[0]}"] if found.ours else []
     if found.strangers:
@@ -354,8 +357,8 @@ def _orphans(workspace: Workspace, end: bool) -> Check:
     if told:
         ways = ["posttrain doctor --end-orphans"] if found.ours else []
         ways += ["run posttrain doctor in that workspace, or end these processes"] if found.strangers else []
-        return Check("jobs", "warn", "; ".join([*ended, *told]), "; ".join(ways))
-    return Check("jobs", "ok", "; ".join(ended) or "no orphaned processes")
+        return Check(check, "warn", "; ".join([*ended, *told]), "; ".join(ways))
+    return Check(check, "ok", "; ".join(ended) or "no orphaned processes")
 
 
 def _runs(workspace: Workspace) -> Iterator[Check]:

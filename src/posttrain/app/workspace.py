@@ -25,14 +25,17 @@ from posttrain.control.jobs import Access, AttemptFolders, Jobs
 from posttrain.control.stores import Stores
 from posttrain.data.assets import ModelLimits, model_limits
 from posttrain.data.catalog import Catalog, inspect_dataset
-from posttrain.domain.errors import ConflictError, InputError, NotFoundError, WorkspaceError
+from posttrain.domain.errors import ConflictError, InputError, NotFoundError, WorkspaceError, nearest
+from posttrain.domain.flavours import Cluster
 from posttrain.domain.kinds import Driver, kind_of
 from posttrain.domain.lifecycle import RunState, is_final
 from posttrain.domain.ports import crashpoint
 from posttrain.domain.runspec import parse_run_spec
+from posttrain.domain.validation import validated
 from posttrain.execution.executors.installed import InstalledExecutor
 from posttrain.execution.executors.local import containers
 from posttrain.execution.executors.local.executor import LocalExecutor
+from posttrain.execution.executors.slurm import SlurmExecutor
 from posttrain.execution.machine import local_devices
 from posttrain.execution.ports import Executor
 from posttrain.execution.processes import of_a_server
@@ -69,6 +72,7 @@ from posttrain.trackers.choice import (
 )
 from posttrain.workspace.settings import (
     CHANNEL,
+    CLUSTER,
     EXECUTOR,
     FILE,
     FOLDER,
@@ -93,6 +97,7 @@ from posttrain.workspace.settings import (
     recorded,
 )
 
+_MAKERS = {"slurm": SlurmExecutor}  # kind → executor
 _BESIDE = 4  # threads that hash, upload and judge while runs are driven
 RUN_FILE = "run.yaml"
 
@@ -149,12 +154,19 @@ class Workspace(OpenWorkspace):
             join_store(self, blobs)
         self.stores = Stores(self.ledger, self.blobs, clock, self.actor)
         executor = _executor(self.root, self.settings)
+        cluster = declared(self.settings, self.root / SETTINGS)
+        others = {name: _MAKERS[one.kind](name, one) for name, one in cluster.executors.items()}
+
+        def remote(name: str) -> bool:
+            found = others.get(name, executor)
+            return name == found.name and found.remote
+
         self.jobs = Jobs(
             executor=executor,
             trainers=Trainers([NativeTrainer()]),
-            folders=AttemptFolders(
-                self.root, lambda: self.channels, lambda name: name == executor.name and executor.remote, blobs.url
-            ),
+            folders=AttemptFolders(self.root, lambda: self.channels, remote, blobs.url),
+            cluster=cluster,
+            others=others,
             slots=max(1, os.cpu_count() or 1),
             beside=_BESIDE,
             trust_rewards=self.trusts_rewards,
@@ -357,6 +369,24 @@ def _refuse_unreachable(root: Path, executor: str, channel: str | None) -> None:
             f"init: executor {executor} runs jobs on other machines, which reach this workspace only through an object "
             "store; create a workspace with --mailboxes s3://… and POSTTRAIN_STORE=s3://…"
         )
+
+
+def declared(settings: Mapping[str, Any], source: Path) -> Cluster:
+    """Return the executors and flavours that a workspace declares.
+
+    Raises:
+        InputError: the value is invalid.
+    """
+    found = validated(Cluster, settings.get(CLUSTER, {}), str(source))
+    for name, one in found.executors.items():
+        if one.kind not in _MAKERS:
+            near = nearest(one.kind, _MAKERS)
+            raise InputError(f"{source}: executors.{name}: kind must be {', '.join(_MAKERS)}, got {one.kind!r}{near}")
+        if name in OWN_EXECUTORS:
+            raise InputError(
+                f"{source}: executors.{name}: {name} is an executor of every workspace; choose another name"
+            )
+    return found
 
 
 def _executor(root: Path, settings: Mapping[str, Any]) -> Executor:

@@ -32,6 +32,7 @@ from posttrain.domain.ports import BlobStore, crashpoint
 from posttrain.domain.records import AttemptRecord, StageRecord
 from posttrain.domain.sinks import BUDGET_WARNED
 from posttrain.execution import processes
+from posttrain.execution.ports import Executor
 from posttrain.store.attempts import AttemptFolder
 from posttrain.store.hosts import Ledger
 from posttrain.store.mailbox import EVENTS, ControlKind, Start
@@ -374,15 +375,14 @@ class Looks:
         return self._seen.get(attempt.name) or look(self._jobs, attempt)
 
     def _all(self, view: View) -> Mapping[str, Observation]:
-        name = self._jobs.executor.name
-        launched = [a for a in view.attempts if a.state == AttemptState.LAUNCHED and a.executor == name]
-        if all(attempt.name in self._known for attempt in launched):
-            return self._known
-        try:
-            seen = self._jobs.executor.observe([self._jobs.folders.job(attempt) for attempt in launched])
-        except Exception:  # then each job is observed separately, so one error affects one job
-            return {}
-        return {attempt.name: one for attempt, one in zip(launched, seen, strict=True)}
+        launched = [a for a in view.attempts if a.state == AttemptState.LAUNCHED and a.name not in self._known]
+        found = dict(self._known)
+        for executor in self._jobs.executors:
+            here = [attempt for attempt in launched if attempt.executor == executor.name]
+            with suppress(Exception):  # then each job is observed separately, so one error affects one job
+                seen = executor.observe([self._jobs.folders.job(attempt) for attempt in here]) if here else []
+                found |= {attempt.name: one for attempt, one in zip(here, seen, strict=True)}
+        return found
 
 
 def see(stores: Stores, jobs: Jobs, view: View, name: str, looks: Looks) -> JobStatus:
@@ -445,13 +445,13 @@ class Orphans:
     strangers: tuple[Listed, ...] = ()  # of other workspaces, copies, or this workspace's former place; not killed
 
 
-def find_orphans(ledger: Ledger, jobs: Jobs) -> Orphans:
-    """Return the orphaned jobs without changing anything.
+def find_orphans(ledger: Ledger, jobs: Jobs, executor: Executor) -> Orphans:
+    """Return an executor's orphaned jobs without changing anything.
 
     Raises:
         InfrastructureError: the executor does not answer.
     """
-    listed = jobs.executor.list("")
+    listed = executor.list("")
     if not listed:
         return Orphans()
     with ledger.snapshot() as now:  # read after the list: an attempt is in the ledger before its job is submitted
@@ -462,18 +462,18 @@ def find_orphans(ledger: Ledger, jobs: Jobs) -> Orphans:
     return Orphans(ours, tuple(job for job in free if job not in ours))
 
 
-def end_orphans(ledger: Ledger, jobs: Jobs) -> list[str]:
-    """Kill this workspace's orphaned jobs; return one line for each.
+def end_orphans(ledger: Ledger, jobs: Jobs, executor: Executor) -> list[str]:
+    """Kill this workspace's orphaned jobs of an executor; return one line for each.
 
     Raises:
         InfrastructureError: the executor does not answer.
     """
     told = []
-    for job in find_orphans(ledger, jobs).ours:
+    for job in find_orphans(ledger, jobs, executor).ours:
         place = job.labels[RUN], job.labels[STAGE], job.epoch
         mailbox = jobs.folders.mailbox_of(*place) or jobs.folders.path(*place).absolute().as_uri()
         try:
-            jobs.executor.kill(JobRef(job.name, mailbox))
+            executor.kill(JobRef(job.name, mailbox))
             told.append(f"job {job.name} was ended: no attempt owns it")
         except PosttrainError as error:  # the next orphan is killed nevertheless
             told.append(f"job {job.name}, which no attempt owns, could not be ended: {error}")

@@ -17,13 +17,14 @@ packages.
 import ast
 import importlib.metadata
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
 from posttrain.control.stores import Stores
 from posttrain.domain.engines import engine_plugin, engines_in
-from posttrain.domain.errors import IntegrityError, PosttrainError
+from posttrain.domain.errors import InfrastructureError, IntegrityError, PosttrainError
+from posttrain.domain.flavours import Cluster, Flavour
 from posttrain.domain.jobs import JobOrder
 from posttrain.domain.jobspec import RUN, STAGE, WORKSPACE, JobRef, JobSpec, PodGroup
 from posttrain.domain.kinds import installed_kind
@@ -103,7 +104,7 @@ class Access(Protocol):
 class Jobs:
     """Executor, trainers and attempt folders of one control plane, and the permissions of its jobs."""
 
-    executor: Executor
+    executor: Executor  # of stages without a flavour
     trainers: Mapping[str, Trainer]
     folders: AttemptFolders
     slots: int = 1  # maximum jobs of this host at a time, over all runs and projects
@@ -112,6 +113,50 @@ class Jobs:
     workspace: Callable[[], str] = lambda: ""  # identifies the workspace, as opposed to its copies, in labels of jobs
     hosts: Hosts | None = None  # the hosts that share the ledger; None: the ledger has one host
     access: Access | None = None  # how jobs read their inputs; None: from the store, with the user's own rights
+    cluster: Cluster = field(default_factory=Cluster)  # the declared executors and flavours
+    others: Mapping[str, Executor] = field(default_factory=dict)  # the declared executors, by name
+
+    @property
+    def executors(self) -> list[Executor]:
+        """All executors of the workspace; the one of stages without a flavour is first."""
+        return [self.executor, *(one for name, one in self.others.items() if name != self.executor.name)]
+
+    def executor_of(self, attempt: AttemptRecord) -> Executor:
+        """Return the executor to which an attempt was or will be submitted.
+
+        Raises:
+            InfrastructureError: this workspace does not have the executor.
+        """
+        found = self.others.get(attempt.executor, self.executor)
+        if attempt.executor != found.name:
+            raise InfrastructureError(
+                f"{attempt.name} was submitted to executor {attempt.executor}, but this process uses "
+                f"{', '.join(one.name for one in self.executors)}; drive its run with {attempt.executor}"
+            )
+        return found
+
+    def flavour_of(self, plan: StageManifest) -> tuple[str, Flavour | None]:
+        """Return the name and the flavour of the nodes on which a stage runs; None: it has no flavour.
+
+        Raises:
+            InputError: the placement names several flavours.
+        """
+        name = self.cluster.flavour_of(plan.name, plan.params)
+        return name, self.cluster.flavours.get(name)
+
+    def executor_for(self, plan: StageManifest) -> Executor:
+        """Return the executor to which new attempts of a stage are submitted.
+
+        Raises:
+            InputError: the placement names several flavours.
+        """
+        flavour = self.flavour_of(plan)[1]
+        return self.executor if flavour is None else self.others[flavour.executor]
+
+    @property
+    def near(self) -> list[str]:
+        """The names of the executors whose jobs take slots of this host."""
+        return [one.name for one in self.executors if not one.remote]
 
     @property
     def host(self) -> str | None:
@@ -136,34 +181,34 @@ def secrets_of_rewards(plan: StageManifest) -> frozenset[str]:
     return frozenset(str(name) for ref in plan.inputs.values() for name in ref.meta.get("secrets", ()))
 
 
-def spec_of(
-    jobs: Jobs, attempt: AttemptRecord, order: JobOrder, trainer: Trainer, of_rewards: frozenset[str]
-) -> JobSpec:
+def spec_of(jobs: Jobs, attempt: AttemptRecord, order: JobOrder, trainer: Trainer, plan: StageManifest) -> JobSpec:
     """Write the attempt's spec unless it exists, and return it; of concurrent writers, the first one succeeds.
 
-    Args:
-        of_rewards: the names of the secrets in the manifest. The secrets in the spec are compared with them, because
-            a job of the same run can write into the folder.
+    The secrets in the spec are compared with those of the plan, because a job of the same run can write into the
+    folder.
 
     Raises:
-        InputError: the spec is malformed, or another version wrote it.
+        InputError: the spec is malformed, another version wrote it, or the stage's flavour lacks what the job needs.
         IntegrityError: the file cannot be read, or names secrets that neither the manifest nor the trainer names.
         WorkspaceError: the disk is full or read-only.
     """
     mailbox, job = jobs.folders.of(attempt).mailbox, jobs.folders.job(attempt)
-    compiled = trainer.compile(order)
-    stored = mailbox.document(REQUEST)
+    compiled, (name, flavour) = trainer.compile(order), jobs.flavour_of(plan)
+    of_rewards, stored = secrets_of_rewards(plan), mailbox.document(REQUEST)
     if stored is None:
         allowed = order.seconds_allowance
         spec = JobSpec(
             *(job.name, job.mailbox, compiled.module),
             dict(compiled.environment),
-            gang=(PodGroup(gpus=compiled.devices),),
-            image=order.image,
+            gang=(flavour.gang(name, compiled.devices) if flavour else PodGroup(gpus=compiled.devices),),
+            image=order.image or (flavour.image if flavour else None) or "",
             secrets=(*compiled.secrets, *sorted(of_rewards - set(compiled.secrets))),
             max_seconds=None if allowed is None else max(0.0, allowed) + _OVERTIME_SECONDS,
             labels={WORKSPACE: jobs.workspace(), RUN: attempt.run_id, STAGE: attempt.stage},
             epoch=attempt.number,
+            options=flavour.options() if flavour else {},
+            python=(flavour.python if flavour else None) or (),
+            time_limit=flavour.time_limit if flavour else None,
         )
         stored = mailbox.once(REQUEST, spec.to_json())
     path = f"{mailbox.place}/{REQUEST}"
@@ -183,12 +228,10 @@ def spec_of(
 
 
 def differs(stores: Stores, jobs: Jobs, manifest: Manifest, run_id: str) -> str:
-    """Return how the current environment differs from the run's; empty: no difference, or the executor does not attest.
+    """Return how the current environment differs from the run's; empty: no difference.
 
-    The first call for a run pins the environment.
+    The first call for a run pins the environment. Only executors that attest compare it.
     """
-    if not jobs.executor.attests:
-        return ""
     cache, record = jobs.folders.root / "cache", _record(jobs.folders, run_id)
     known = read_json(record)
     before = pinned(str(known["digest"]), cache) if known else None
@@ -293,9 +336,9 @@ def _modules(source: bytes) -> Iterator[str]:
             yield node.module.partition(".")[0]
 
 
-def ordered(jobs: Jobs, run_id: str) -> str:
-    """Return the environment digest that a job of the run must find; empty: the job does not compare environments."""
-    known = read_json(_record(jobs.folders, run_id)) if jobs.executor.attests else None
+def ordered(folders: AttemptFolders, run_id: str) -> str:
+    """Return the environment digest that an attesting executor's job of the run must find; empty: none is pinned."""
+    known = read_json(_record(folders, run_id))
     return str(known["digest"]) if known else ""
 
 

@@ -38,7 +38,7 @@ from posttrain.domain.manifest import Manifest, StageManifest, deciding_code, jo
 from posttrain.domain.ports import BlobStore, crashpoint
 from posttrain.domain.records import AttemptRecord, StageRecord
 from posttrain.events.ports import SECRETS, secrets_of
-from posttrain.execution.ports import Trainer
+from posttrain.execution.ports import Executor, Trainer
 from posttrain.store.atomic import ANSWER, make_folder
 from posttrain.store.attempts import AttemptFolder, unclaimed
 from posttrain.store.hosts import Ledger
@@ -240,7 +240,8 @@ def plan_attempt(
     """
     earlier = view.tries(stage.name)
     found = find_checkpoint(stores, jobs.folders, stage, earlier, same)
-    attempt = _new_attempt(jobs, stage, len(earlier) + 1, found, stores.clock.now())
+    executor = jobs.executor_for(view.manifest.stage(stage.name))
+    attempt = _new_attempt(jobs, executor, stage, len(earlier) + 1, found, stores.clock.now())
     anew = " begins again: no checkpoint exists" if attempt.number > 1 else ""
     message = f"attempt {attempt.number}" + (_resumes(stage, found) if found else anew)
     if found:  # hashing the checkpoint took time, and other jobs may have taken slots
@@ -277,10 +278,10 @@ def _plan(
         stages = transaction.snapshot.stages(stage.run_id) if limited else []
         taken_over = tokens_taken_over(stores, jobs.folders, [*attempts, attempt] if limited else [])
         spent = budgets.spending(stages, attempts, taken_over=taken_over)
-        driven, left = transaction.snapshot.occupying(jobs.host, attempt.created_at)
+        driven, left = transaction.snapshot.occupying(jobs.host, attempt.created_at, jobs.near)
         if left and unwatched is None:
             raise _UnwatchedError
-        free = free_slots(jobs, driven + (unwatched or 0), rivals)
+        free = free_slots(jobs, manifest.stage(stage.name), driven + (unwatched or 0), rivals)
         held = hold_back(manifest, stage, attempts, spent, free=free, rivals=rivals)
         if isinstance(held, tuple):
             return held
@@ -297,7 +298,9 @@ def _plan(
     return None
 
 
-def _new_attempt(jobs: Jobs, stage: StageRecord, number: int, found: Found | None, now: float) -> AttemptRecord:
+def _new_attempt(
+    jobs: Jobs, executor: Executor, stage: StageRecord, number: int, found: Found | None, now: float
+) -> AttemptRecord:
     """Return the planned attempt of this number, which resumes from the checkpoint `found`."""
     directory = jobs.folders.path(stage.run_id, stage.name, number)
     return AttemptRecord(
@@ -307,7 +310,7 @@ def _new_attempt(jobs: Jobs, stage: StageRecord, number: int, found: Found | Non
         name=f"{stage.run_id}-{stage.name}-{number}",
         folder=directory.relative_to(jobs.folders.root).as_posix(),
         state=AttemptState.PLANNED,
-        executor=jobs.executor.name,
+        executor=executor.name,
         resume=found.digest if found else None,
         channel=jobs.folders.mailbox_of(stage.run_id, stage.name, number),
         resumed_from=found.origin if found else None,
@@ -315,7 +318,7 @@ def _new_attempt(jobs: Jobs, stage: StageRecord, number: int, found: Found | Non
         resumed_tokens=found.tokens if found else None,
         reason=Reason.PLANNED,
         created_at=now,
-        host=None if jobs.executor.remote else jobs.host,
+        host=None if executor.remote else jobs.host,
     )
 
 
@@ -328,10 +331,11 @@ def launch_attempt(
         Why the job could not be started; None: the job was started, or waits.
     """
     manifest, folder = view.manifest, jobs.folders.of(attempt)
+    executor = jobs.executor_of(attempt)
     if waits_for_devices(stores, jobs, manifest, stage, trainer):
         return None
     cache = _cache(jobs, manifest, stage, attempt)
-    if refused := _refused_secrets(stores, jobs, view) or _fetch_elsewhere(stores, jobs, stage, cache):
+    if refused := _refused_secrets(stores, jobs, view) or _fetch_elsewhere(stores, executor, stage, cache):
         return refused
     # a driver that died may have written an order when the workspace was elsewhere or trusted its rewards
     attempt = _settled(stores, jobs, attempt)
@@ -340,15 +344,15 @@ def launch_attempt(
         raise WorkspaceError(
             f"{jobs.folders.root}: no longer exists; if the workspace was moved, drive it from its new folder"
         )
-    _lay_down(jobs, folder, order)
-    spec = spec_of(jobs, attempt, order, trainer, secrets_of_rewards(manifest.stage(stage.name)))
-    if jobs.access is not None and jobs.executor.remote:
+    _lay_down(executor, folder, order)
+    spec = spec_of(jobs, attempt, order, trainer, manifest.stage(stage.name))
+    if jobs.access is not None and executor.remote:
         spec = replace(spec, bootstrap=jobs.access.bootstrap(attempt))
     elif jobs.access is not None:
         jobs.access.give(attempt, folder.path, boxed=bool(order.image))
     crashpoint("attempt.after_intent")
     try:
-        answer = jobs.executor.submit(spec)
+        answer = executor.submit(spec)
     except CapacityError as error:  # another job took the devices first
         say(stores, stage, Reason.WAITING_FOR_DEVICES, str(error))
         return None
@@ -370,12 +374,7 @@ def look(jobs: Jobs, attempt: AttemptRecord) -> Observation:
     Raises:
         InfrastructureError: the executor does not answer, or the job was submitted to another executor.
     """
-    if attempt.executor != jobs.executor.name:
-        raise InfrastructureError(
-            f"{attempt.name} was submitted to executor {attempt.executor}, but this process uses {jobs.executor.name}; "
-            f"drive its run with {attempt.executor}"
-        )
-    return jobs.executor.observe([jobs.folders.job(attempt)])[0]
+    return jobs.executor_of(attempt).observe([jobs.folders.job(attempt)])[0]
 
 
 def taken_slots(stores: Stores, jobs: Jobs) -> tuple[int, int]:
@@ -387,14 +386,16 @@ def taken_slots(stores: Stores, jobs: Jobs) -> tuple[int, int]:
         InfrastructureError: the executor does not answer.
     """
     with stores.ledger.snapshot() as now:
-        driven, left = now.occupying(jobs.host, stores.clock.now())
-    found = jobs.executor.observe([jobs.folders.job(attempt) for attempt in left]) if left else []
+        driven, left = now.occupying(jobs.host, stores.clock.now(), jobs.near)
+    by_name = {one.name: [jobs.folders.job(attempt) for attempt in left if attempt.executor == one.name]
+               for one in jobs.executors}  # fmt: skip
+    found = [seen for one in jobs.executors if by_name[one.name] for seen in one.observe(by_name[one.name])]
     return driven, sum(seen.live for seen in found)
 
 
-def free_slots(jobs: Jobs, taken: int, rivals: int = 0) -> int:
+def free_slots(jobs: Jobs, plan: StageManifest, taken: int, rivals: int = 0) -> int:
     """Return the number of free slots. A remote executor has a queue of its own: there is one for every rival too."""
-    return 1 + rivals if jobs.executor.remote else jobs.slots - taken
+    return 1 + rivals if jobs.executor_for(plan).remote else jobs.slots - taken
 
 
 def waits_for_devices(stores: Stores, jobs: Jobs, manifest: Manifest, stage: StageRecord, trainer: Trainer) -> bool:
@@ -406,7 +407,7 @@ def waits_for_devices(stores: Stores, jobs: Jobs, manifest: Manifest, stage: Sta
     """
     plan = manifest.stage(stage.name)
     wanted = trainer.devices(plan.kind, plan.params)
-    lack = jobs.executor.capacity().lack(wanted) if wanted else ""
+    lack = jobs.executor_for(plan).capacity().lack(wanted) if wanted else ""
     if lack:
         say(stores, stage, Reason.WAITING_FOR_DEVICES, lack)
     return bool(lack)
@@ -444,7 +445,7 @@ def _order(stores: Stores, jobs: Jobs, view: View, stage: StageRecord, attempt: 
     taken_over = tokens_taken_over(stores, jobs.folders, attempts)
     spent = budgets.spending(stores.ledger.stages(stage.run_id) if limited else [], attempts, taken_over=taken_over)
     share = budgets.share_of(manifest, attempt, spent)
-    plan = manifest.stage(stage.name)
+    plan, executor = manifest.stage(stage.name), jobs.executor_of(attempt)
     image = manifest.image_of(plan)
     return JobOrder(
         name=attempt.name,
@@ -453,7 +454,7 @@ def _order(stores: Stores, jobs: Jobs, view: View, stage: StageRecord, attempt: 
         params=plan.params,
         inputs={slot: InputBlob(**blob) for slot, blob in stage.inputs.items()},
         store_url="" if jobs.access else stores.blobs.url,
-        cache_dir="" if jobs.executor.remote else str(_cache(jobs, manifest, stage, attempt)),
+        cache_dir="" if executor.remote else str(_cache(jobs, manifest, stage, attempt)),
         resume=attempt.resume,
         resumed_from=origin,
         resumed_step=step,
@@ -462,14 +463,14 @@ def _order(stores: Stores, jobs: Jobs, view: View, stage: StageRecord, attempt: 
         seconds_allowance=share.seconds,
         tokens_declared=manifest.budget.tokens,
         seconds_declared=manifest.budget.wall_clock,
-        environment="" if image else environments.ordered(jobs, stage.run_id),
+        environment="" if image or not executor.attests else environments.ordered(jobs.folders, stage.run_id),
         trust_rewards=jobs.trust_rewards,
         epoch=attempt.number,
         channel=attempt.channel or "",
         phase_seconds=phase_seconds(stall_after(manifest, stage.name)),
         served=jobs.access is not None,
         image=image or "",
-        code=dict(named_code(manifest, plan)) if jobs.executor.remote else {},
+        code=dict(named_code(manifest, plan)) if executor.remote else {},
         log_head=head_name(*view.head),
     )
 
@@ -483,8 +484,8 @@ def _settled(stores: Stores, jobs: Jobs, attempt: AttemptRecord) -> AttemptRecor
     return attempt if url == attempt.channel else stores.update_attempt(attempt, channel=url)
 
 
-def _lay_down(jobs: Jobs, folder: AttemptFolder, order: JobOrder) -> None:
-    if jobs.executor.remote:
+def _lay_down(executor: Executor, folder: AttemptFolder, order: JobOrder) -> None:
+    if executor.remote:
         folder.write_order(order)
         return
     make_folder(folder.path)
@@ -521,7 +522,7 @@ def _refused_secrets(stores: Stores, jobs: Jobs, view: View) -> Failure | None:
     return Failure(FailureClass.BAD_INPUT, f"{fault}, then posttrain retry", "launch") if fault else None
 
 
-def _fetch_elsewhere(stores: Stores, jobs: Jobs, stage: StageRecord, cache: Path) -> Failure | None:
+def _fetch_elsewhere(stores: Stores, executor: Executor, stage: StageRecord, cache: Path) -> Failure | None:
     """Copy a job's external inputs into its cache, because jobs get no credentials of external stores.
 
     Returns:
@@ -537,9 +538,9 @@ def _fetch_elsewhere(stores: Stores, jobs: Jobs, stage: StageRecord, cache: Path
             stores.ledger.assets_by_digest(blob["digest"]), blob["digest"], blob.get("name", "")
         )
         try:
-            if versions and jobs.executor.remote:
+            if versions and executor.remote:
                 raise InputError(
-                    f"{blob.get('name') or blob['digest']}: jobs of executor {jobs.executor.name} cannot read this "
+                    f"{blob.get('name') or blob['digest']}: jobs of executor {executor.name} cannot read this "
                     "external input; register a copy of it in the artifact store"
                 )
             if versions:

@@ -39,6 +39,7 @@ from posttrain.domain.manifest import Manifest
 from posttrain.domain.records import RunRecord, RunRows
 from posttrain.domain.sinks import RUN_SET_ASIDE
 from posttrain.domain.waits import signals_of
+from posttrain.execution.ports import Executor
 from posttrain.store.journal import RUN, SWEEP
 from posttrain.store.work import NEVER, Work, WorkQueue
 
@@ -334,7 +335,7 @@ class Reconciler:
         if not waiting:
             return
         try:
-            room = self._jobs.executor.capacity()
+            room = self._jobs.executor.capacity()  # others have queues of their own
         except Exception:  # the pass over the run reports the error
             self._due.add(waiting[0][1])
             return
@@ -357,15 +358,15 @@ class Reconciler:
             return
         self._swept = self._stores.clock.now()
         with suppress(PosttrainError):  # database unavailable: the next sweep tries again
-            name = f"executor {self._jobs.executor.name}"
-            self._sweep_now(f"{name} {self._jobs.host}" if self._jobs.host else name)
+            for executor in self._jobs.executors:
+                self._sweep_now(executor, f"executor {executor.name}{f' {self._jobs.host}' if self._jobs.host else ''}")
 
-    def _sweep_now(self, name: str) -> None:
+    def _sweep_now(self, executor: Executor, name: str) -> None:
         if self.queue.look(SWEEP, name) is None:
             self.queue.wake(SWEEP, [name])
         for one in self.queue.claim([name]):
             try:
-                told = end_orphans(self._stores.ledger, self._jobs)
+                told = end_orphans(self._stores.ledger, self._jobs, executor)
             except Exception as error:  # executor unavailable or jobs unreadable: a later sweep tries again
                 self.queue.failed(SWEEP, name, one_line(error), "", SWEEP_SECONDS, held=one)
                 continue

@@ -137,7 +137,8 @@ def start_ready(stores: Stores, jobs: Jobs, view: View, stage: StageRecord) -> N
     # the planning transaction checks slots; they are checked before it too if the stage waits or needs a checkpoint
     before = stage.reason == Reason.WAITING_FOR_SLOT or bool(same) or bool(view.tries(stage.name))
     driven, unwatched = taken_slots(stores, jobs) if before else (0, None)
-    held = hold_back(manifest, stage, attempts, spent, free=free_slots(jobs, driven + (unwatched or 0)))
+    plan = manifest.stage(stage.name)
+    held = hold_back(manifest, stage, attempts, spent, free=free_slots(jobs, plan, driven + (unwatched or 0)))
     if isinstance(held, tuple):
         say(stores, stage, *held, cache_key=key)
         return
@@ -195,7 +196,8 @@ def _code_changed(stores: Stores, jobs: Jobs, manifest: Manifest, stage: StageRe
 def _environment_changed(stores: Stores, jobs: Jobs, manifest: Manifest, stage: StageRecord) -> bool:
     """Fail the stage if the libraries changed since the run started; return whether they changed."""
     image = manifest.image_of(manifest.stage(stage.name))
-    message = "" if image else environments.differs(stores, jobs, manifest, stage.run_id)  # an image pins its own
+    here = not image and jobs.executor_for(manifest.stage(stage.name)).attests  # an image pins its own
+    message = environments.differs(stores, jobs, manifest, stage.run_id) if here else ""
     if not message:
         return False
     stores.update_stage(
@@ -294,7 +296,7 @@ def act(stores: Stores, jobs: Jobs, view: View, effect: Effect) -> None:
         case AskToCheckpoint():
             _ask_to_checkpoint(stores, jobs, effect)
         case Kill(_, attempt):
-            jobs.executor.kill(jobs.folders.job(attempt))
+            jobs.executor_of(attempt).kill(jobs.folders.job(attempt))
         case Collect():
             attempts.collect(stores, jobs, view.manifest, effect)
         case End():

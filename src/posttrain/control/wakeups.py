@@ -1,8 +1,9 @@
 """Schedules when a driver reads runs again, and isolates the errors of single objects.
 
 A run is due again at a time that its rows contain, or when one of its jobs changes. One `Wakeups` watches the jobs of
-all runs of a driver. It observes all jobs with one request to the executor, at most twice in `OBSERVE_SECONDS` if there
-are many jobs, and reads each job's reports; it does not query the ledger.
+all runs of a driver. It observes all jobs with one request to each executor, at most twice in `OBSERVE_SECONDS` if
+there are many jobs, and reads each job's reports; it does not query the ledger. An executor that does not answer delays
+no job of another.
 
 An error of one object is recorded, and the pass over the object is retried with back-off; other objects are not
 affected. A lost race is not an error: the next pass reads the current rows. Bytes that do not match their digest fail a
@@ -33,12 +34,14 @@ from posttrain.domain.manifest import Manifest
 from posttrain.domain.ports import Clock
 from posttrain.domain.records import AttemptRecord, StageRecord, Watch
 from posttrain.domain.waits import times, wait_of, waiting
+from posttrain.execution.ports import Executor
 from posttrain.store.journal import STAGE
 from posttrain.store.work import NEVER, Work, WorkQueue
 
 OBSERVE_SECONDS = 5.0  # time within which a job's report is read, and a job over its budget gets a stop order
 _PACE = 25.0  # jobs observed per second; the fewer jobs, the more often each is observed
 _MOST, _LEAST = 4.0, 0.05  # seconds between two observations of all jobs
+_REMOTE = 3.0  # seconds between two observations of a remote executor's jobs
 _REPORTS = 2.0  # seconds between two reads of the jobs' reports, and of mailboxes in an object store
 _LEAVING = 60.0  # seconds between two passes for a job that has left its result but still runs
 _SOON = 1.0  # seconds until the next look at an attempt whose launch is not recorded
@@ -95,17 +98,93 @@ class _Job:
     over: bool = False  # whether the job reports more tokens than it may
 
 
+@dataclass(frozen=True, slots=True)
+class _Heard:
+    """What the executor and the mailbox of one job report; None: not read."""
+
+    seen: Observation
+    answered: bool = False
+    progress: str | None = None
+    spent: int | None = None
+    trouble: str = ""  # the class of the error with which the mailbox was read
+
+
+class _Observer:
+    """Observes the jobs of one executor; those of a remote executor in a thread, since it may not answer for long."""
+
+    def __init__(self, jobs: Jobs, executor: Executor) -> None:
+        self._jobs, self.executor = jobs, executor
+        self._asked = self._read = -NEVER
+        self._work: Future[dict[str, _Heard]] | None = None
+        self._fresh = _LEAST
+        self.trouble = ""  # the class of the error with which the executor answered last
+        self._seen: dict[str, Observation] = {}
+
+    def seen(self, now: float) -> Mapping[str, Observation]:
+        """Return the last observation of each attempt; empty if it is too old to decide on."""
+        return self._seen if now - self._asked < self._fresh else {}
+
+    def turn(self, jobs: Sequence[_Job], now: float) -> Mapping[str, _Heard] | None:
+        """Begin an observation if one is due; return what the jobs report if one has ended.
+
+        Raises:
+            Exception: the executor does not answer.
+        """
+        if self._work is not None:
+            return self._ended()
+        remote = self.executor.remote
+        least = _REMOTE if remote else _LEAST
+        if not jobs or 0 <= now - self._asked < min(_MOST, max(least, len(jobs) / _PACE)):
+            return None
+        self._asked, self._fresh = now, 2 * least if remote else _LEAST
+        reports = not 0 <= now - self._read < _REPORTS
+        self._read = now if reports else self._read
+        self._work = Future()
+        asked = [(job.attempt, job.answered) for job in jobs]
+        if remote:
+            threading.Thread(target=self._observe, args=(self._work, asked, reports), daemon=True).start()
+            return None
+        self._observe(self._work, asked, reports)
+        return self._ended()
+
+    def _ended(self) -> Mapping[str, _Heard] | None:
+        if self._work is None or not self._work.done():
+            return None
+        work, self._work, self._seen = self._work, None, {}
+        found = work.result()
+        self._seen = {name: one.seen for name, one in found.items()}
+        return found
+
+    def _observe(
+        self, work: Future[dict[str, _Heard]], asked: Sequence[tuple[AttemptRecord, bool]], reports: bool
+    ) -> None:
+        try:
+            found = self.executor.observe([self._jobs.folders.job(attempt) for attempt, _ in asked])
+            every = zip(asked, found, strict=True)
+            work.set_result({one.name: self._hear(one, was, seen, reports) for (one, was), seen in every})
+        except Exception as error:
+            work.set_exception(error)
+
+    def _hear(self, attempt: AttemptRecord, was: bool, seen: Observation, reports: bool) -> _Heard:
+        folder, far = self._jobs.folders.of(attempt), bool(self._jobs.folders.mailboxes())
+        try:
+            done = was or ((reports or not far) and answered(folder))
+            if not reports or seen.state is not JobState.RUNNING or done:
+                return _Heard(seen, done)
+            return _Heard(seen, done, reported(folder, seen), folder.spent())
+        except Exception as error:  # the pass over the run reports it
+            return _Heard(seen, was, trouble=type(error).__name__)
+
+
 class Wakeups:
-    """Detects changes of a driver's jobs from the executor's observations and the jobs' reports, without the ledger."""
+    """Detects changes of a driver's jobs from the executors' observations and the jobs' reports, without the ledger."""
 
     def __init__(self, clock: Clock, jobs: Jobs) -> None:
         self._clock, self._jobs = clock, jobs
         self._live: dict[str, _Job] = {}  # by attempt
         self._of: dict[str, list[str]] = {}  # run → its attempts
         self._moved: set[str] = set()
-        self._asked = self._read = -NEVER
-        self._trouble = ""
-        self._seen: dict[str, Observation] = {}
+        self._observers = [_Observer(jobs, executor) for executor in jobs.executors]
 
     def follow(self, run_id: str, view: View | None) -> None:
         """Set the jobs to watch, after every pass over the run; None: another driver has the run, so drop its jobs.
@@ -133,49 +212,42 @@ class Wakeups:
         self._moved.discard(run_id)
 
     def seen(self) -> Mapping[str, Observation]:
-        """Return the executor's observation of each attempt; empty if older than 0.05 seconds."""
-        return self._seen if self._clock.now() - self._asked < _LEAST else {}
+        """Return the recent observations of attempts."""
+        now = self._clock.now()
+        return {name: one for observer in self._observers for name, one in observer.seen(now).items()}
 
     def refresh(self) -> None:
         """Observe all jobs, if an observation is due."""
-        now, jobs = self._clock.now(), list(self._live.values())
-        if jobs and not 0 <= now - self._asked < min(_MOST, max(_LEAST, len(jobs) / _PACE)):
-            self._asked = now
-            self._look(jobs, now)
-
-    def _look(self, jobs: Sequence[_Job], now: float) -> None:
-        reports = not 0 <= now - self._read < _REPORTS
-        far = bool(self._jobs.folders.mailboxes())
-        before, self._trouble, self._seen = self._trouble, "", {}
-        try:
-            found = self._jobs.executor.observe([self._jobs.folders.job(job.attempt) for job in jobs])
-            self._seen = {job.attempt.name: seen for job, seen in zip(jobs, found, strict=True)}
-        except Exception as error:  # the pass over the run reports the error
-            self._trouble = type(error).__name__
-        if self._trouble != before:
-            self._moved |= {job.attempt.run_id for job in jobs}
-        for job in jobs if self._seen else ():
+        now = self._clock.now()
+        for observer in self._observers if self._live else ():
+            jobs = [job for job in self._live.values() if job.attempt.executor == observer.executor.name]
+            heard, trouble = None, ""
             try:
-                sign = self._hear(job, self._seen[job.attempt.name], now, reports, far)
-            except Exception as error:  # as above, for one job
-                sign = (type(error).__name__,)
-            if sign != job.sign or now >= job.quiet_until:
-                self._moved.add(job.attempt.run_id)
-                job.quiet_until = max(job.quiet_until, now + (_LEAVING if job.answered else job.quarter))
-            job.sign = sign
-        self._read = now if reports else self._read
+                heard = observer.turn(jobs, now)
+            except Exception as error:  # the pass over the run reports the error
+                trouble = type(error).__name__
+            if heard is None and not trouble:
+                continue
+            if trouble != observer.trouble:
+                self._moved |= {job.attempt.run_id for job in jobs}
+                observer.trouble = trouble
+            for job in jobs if heard else ():
+                if heard and job.attempt.name in heard:
+                    self._take_in(job, heard[job.attempt.name], now)
 
-    def _hear(self, job: _Job, seen: Observation, now: float, reports: bool, far: bool) -> tuple[Any, ...]:
-        folder = self._jobs.folders.of(job.attempt)
-        if (reports or not far) and not job.answered and answered(folder):
+    def _take_in(self, job: _Job, heard: _Heard, now: float) -> None:
+        if heard.answered and not job.answered:
             job.answered, job.quiet_until = True, now + _LEAVING
-        if reports and seen.state is JobState.RUNNING and not job.answered:
-            progress = reported(folder, seen)
-            if progress != job.progress:  # a job that had stalled makes progress again: its run is due now
+        if heard.progress is not None:
+            if heard.progress != job.progress:  # a job that had stalled makes progress again: its run is due now
                 job.quiet_until = now + (0.0 if job.attempt.reason == Reason.STALLED else job.quarter)
-            job.progress = progress
-            job.over = job.most is not None and folder.spent() > job.most
-        return seen, job.answered, job.over
+            job.progress = heard.progress
+            job.over = job.most is not None and (heard.spent or 0) > job.most
+        sign = (heard.trouble,) if heard.trouble else (heard.seen, job.answered, job.over)
+        if sign != job.sign or now >= job.quiet_until:
+            self._moved.add(job.attempt.run_id)
+            job.quiet_until = max(job.quiet_until, now + (_LEAVING if job.answered else job.quarter))
+        job.sign = sign
 
     def _job(self, view: View, attempt: AttemptRecord) -> _Job:
         now, limit = self._clock.now(), stall_after(view.manifest, attempt.stage)

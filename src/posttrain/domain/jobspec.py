@@ -104,6 +104,9 @@ class JobSpec(JobRef):
     grace_seconds: float = 10.0  # between SIGTERM and SIGKILL
     labels: Mapping[str, str] = field(default_factory=dict)  # its owner: workspace, run, stage
     epoch: int = 0  # number that grows with each attempt of a stage
+    options: Mapping[str, str] = field(default_factory=dict)  # words of the cluster's queue: {"partition": "gpu"}
+    python: tuple[str, ...] = ()  # words that run Python on a node; empty: the executor's
+    time_limit: float | None = None  # seconds of one start on these nodes; reaching it is a preemption
     bootstrap: str = field(default="", repr=False)  # POSTTRAIN_BOOTSTRAP of the agent of a server's job; never stored
 
     def __post_init__(self) -> None:
@@ -145,7 +148,8 @@ class JobSpec(JobRef):
             )
         known = {key: item for key, item in value.items() if key != "schema"}
         gang = tuple(PodGroup(**group) for group in known.pop("gang"))
-        return cls(**{**known, "mailbox": mailbox, "gang": gang, "secrets": tuple(known["secrets"])})
+        words = {name: tuple(known.get(name, ())) for name in ("secrets", "python")}
+        return cls(**{**known, "mailbox": mailbox, "gang": gang, **words})
 
 
 @dataclass(frozen=True, slots=True)

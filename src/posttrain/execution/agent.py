@@ -56,14 +56,13 @@ from posttrain.store.atomic import make_folder, open_plain
 from posttrain.store.attempts import AttemptFolder, mailbox_at, spending
 from posttrain.store.backends.served import ServedBlobs
 from posttrain.store.blobs import ObjectBlobs, open_blobs
-from posttrain.store.mailbox import EVENTS, ORDER, REQUEST, SAMPLES, ControlKind, Mailbox
+from posttrain.store.mailbox import EVENTS, ORDER, RAN, REQUEST, SAMPLES, ControlKind, Mailbox
 from posttrain.store.mailboxes.served import ServedObjects
 from posttrain.store.retries import Bootstrap, RefusedError
 from posttrain.store.staging import PartObjects, ServedParts, StoredParts, Uploads, fetch_checkpoint
 from posttrain.store.trees import materialise, scratch
 
 T = TypeVar("T")
-RAN = "ran.json"  # in the mailbox: the seconds that all incarnations of the job ran
 _RELAY_SECONDS = 0.5  # between two looks at the job's mailbox
 _LOOK_SECONDS = 2.0  # between two looks at the attempt's mailbox
 _FENCE_SECONDS = 5.0  # between two checks that no later incarnation began

@@ -42,6 +42,7 @@ from posttrain.store.atomic import SEGMENT, SMALL
 PACK = 64  # segments
 EVENTS, SAMPLES, PARTS = "events", "samples", "parts"
 ORDER, REQUEST, OUTPUTS, METER = "job.json", "request.json", "outputs.json", "meter"
+RAN = "ran.json"  # the seconds that all incarnations of an agent's job ran
 _START, _SUMMARY, _RESULT, _LOG = "start.json", "summary.json", "result.json", "log"
 _WAITS = (0.1, 0.5, 2.0)  # seconds before an unanswered request is tried again
 T = TypeVar("T")

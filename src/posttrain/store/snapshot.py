@@ -297,14 +297,13 @@ class Snapshot(ApprovalReading, ChannelReading, PrincipalReading, SinkReading):
         query = _ATTEMPTS_OF_MANY.where(attempts.c.state.not_in(_OVER)) if live else _ATTEMPTS_OF_MANY
         return self._each(AttemptRecord, query, attempts.c.run_id, run_ids, {"of_project": self._project})
 
-    def occupying(self, host: str | None, now: float) -> tuple[int, list[AttemptRecord]]:
-        """Return this host's attempts that have not ended, in every project.
+    def occupying(self, host: str | None, now: float, executors: Sequence[str]) -> tuple[int, list[AttemptRecord]]:
+        """Return this host's attempts on these executors that have not ended, in every project.
 
         The result is the number of attempts in runs with a driver, and the attempts of the other runs.
         """
-        live = and_(
-            attempts.c.host.is_(None) if host is None else attempts.c.host == host, attempts.c.state.not_in(_OVER)
-        )
+        here = attempts.c.host.is_(None) if host is None else attempts.c.host == host
+        live = and_(here, attempts.c.executor.in_(executors), attempts.c.state.not_in(_OVER))
         mine = (work.c.project == runs.c.project) & (work.c.object == runs.c.id)
         driven = exists().where(mine, work.c.kind == RUN, work.c.lease_until > now)
         of_runs = attempts.join(runs, runs.c.id == attempts.c.run_id)

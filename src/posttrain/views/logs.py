@@ -257,7 +257,7 @@ def log_files(workspace: OpenWorkspace, run_id: str, stage: str | None = None) -
             known = known or {one.id: one for one in workspace.hosts.all()}
             why = not_here(attempt, known.get(str(attempt.host)))
         place = (attempt.run_id, attempt.stage, attempt.number)
-        found.append(LogFile(*place, folder.log, job, workspace.jobs.executor, why))
+        found.append(LogFile(*place, folder.log, job, workspace.jobs.executor_of(attempt), why))
     return found
 
 

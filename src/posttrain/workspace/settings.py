@@ -4,8 +4,8 @@ The settings are written once, when the workspace is made, or later by explicit 
 
 ::
 
-    {"format": …, "store": …, "ledger": …, "id": …, "rewards": …, "trackers": …, "executor": …, "channel": …,
-     "job_variables": …, "model_limits": …}
+    {"format": …, "store": …, "ledger": …, "id": …, "rewards": …, "trackers": …, "executor": …, "cluster": …,
+     "channel": …, "job_variables": …, "model_limits": …}
 
 The ledger is the file `ledger.db` in the workspace's folder, or a database in PostgreSQL. The choice is recorded in
 workspace.json when the workspace is made, and every later command uses this ledger. A password is never recorded: libpq
@@ -60,6 +60,7 @@ TRUSTED = "trusted"
 LOCAL, PODMAN = "local", "podman"
 OWN_EXECUTORS = (LOCAL, PODMAN)
 EXECUTOR = "executor"  # the key of an executor that is not local
+CLUSTER = "cluster"  # the key of declared executors and flavours (`domain.flavours`)
 VARIABLES = "job_variables"  # the key of names of additional variables that jobs of a server get
 LIMITS = "model_limits"  # the key of the limits of a model folder (`data.assets.ModelLimits`)
 CHANNEL = "channel"  # the key of a URL below which attempts have their mailboxes; absent: in their folders

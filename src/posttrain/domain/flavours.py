@@ -1,0 +1,159 @@
+"""The executors that a workspace declares, and the flavours of their nodes, as in executors.yaml.
+
+::
+
+    executors:
+      slurm-a: {kind: slurm, command: [ssh, login-node], python: /opt/posttrain/bin/python}
+      ray-b: {kind: ray, address: "http://127.0.0.1:8265"}
+    flavours:
+      h100: {executor: slurm-a, partition: gpu, gpus_per_node: 8, nodes: 4, memory: 1000GiB, time_limit: 24h}
+      small: {executor: slurm-a, partition: cpu, cpus: 4}
+    default: small
+
+A **flavour** is a set of equal nodes of one executor. A stage whose placement names a kind, `placement: {collocated:
+{gpus: 8, kind: h100}}`, runs on the flavour of that name; a stage that names no kind runs on `default`. Without a
+default, it runs on the executor that `posttrain init --executor` chose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BeforeValidator, Field, model_serializer, model_validator
+
+from posttrain.domain.errors import InputError, nearest
+from posttrain.domain.jobspec import PodGroup, image_reference
+from posttrain.domain.placement import COLLOCATED, LONGEST, Amount, ParsedAmount, Placement, parse_duration
+from posttrain.domain.validation import Frozen
+
+_NAME = r"^[a-z0-9][a-z0-9._-]{0,31}$"  # as a kind in a placement; the ledger's column has 32 characters
+_WORD = (
+    r"^[A-Za-z0-9][A-Za-z0-9_.:@/+&|*()\[\]-]{0,199}$"  # a name in the cluster's terms; Slurm's constraints have &|()
+)
+Word = Annotated[str, Field(pattern=_WORD)]
+MOST_NODES = 4096
+
+
+def _as_words(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+Words = Annotated[tuple[Annotated[str, Field(min_length=1, max_length=1000)], ...], BeforeValidator(_as_words)]
+
+
+class _Given(Frozen):
+    @model_serializer(mode="wrap")
+    def _written(self, written: Any) -> dict[str, Any]:
+        """Serialise only the fields that were given."""
+        return {name: value for name, value in written(self).items() if name in self.model_fields_set}
+
+
+class ExecutorSettings(_Given):
+    """One executor: its kind, and how to reach it."""
+
+    kind: Annotated[str, Field(pattern=_NAME)]  # slurm, ray
+    command: Words | None = (
+        None  # of slurm: words before a shell command, [ssh, login-node]; None: this machine's shell
+    )
+    address: Annotated[str, Field(pattern=r"^https?://[^\s@]+$", max_length=400)] | None = None  # of ray
+    python: Words = ("python3",)  # runs Python with Posttrain on a node
+    container: Words | None = None  # of slurm: words before an image's reference, [apptainer, exec, --nv]
+    settle: Annotated[float, Field(ge=0.1, le=3600), BeforeValidator(parse_duration)] = 60.0  # see `Absence`
+
+
+class Flavour(_Given):
+    """Equal nodes of an executor. Amounts are those of one node's part of a job."""
+
+    executor: Annotated[str, Field(pattern=_NAME)]
+    gpus_per_node: Annotated[int, Field(ge=0, le=64)] = 0
+    nodes: Annotated[int, Field(ge=1, le=MOST_NODES)] = 1  # maximum number of nodes of one job
+    type: Word | None = None  # the GPUs in the cluster's terms; None: the flavour's name
+    gpu_memory: Annotated[Amount, ParsedAmount] | None = None  # bytes of one GPU, for the plan
+    cpus: Annotated[int, Field(ge=1, le=4096)] = 1
+    memory: Annotated[Amount, ParsedAmount] | None = None  # bytes; None: what the cluster gives
+    time_limit: Annotated[float, Field(ge=60, le=LONGEST), BeforeValidator(parse_duration)] | None = None
+    python: Words | None = None  # None: the executor's
+    image: Annotated[str, AfterValidator(image_reference)] | None = None  # of jobs whose run names no image
+    partition: Word | None = None
+    qos: Word | None = None
+    account: Word | None = None
+    constraint: Word | None = None
+    reservation: Word | None = None
+
+    def options(self) -> dict[str, str]:
+        """Return the words of the cluster's own queue."""
+        named = {name: getattr(self, name) for name in ("partition", "qos", "account", "constraint", "reservation")}
+        return {name: value for name, value in named.items() if value is not None}
+
+    def gang(self, name: str, devices: int) -> PodGroup:
+        """Return the pods of a job with this number of devices.
+
+        Args:
+            name: the flavour's.
+
+        Raises:
+            InputError: the flavour's nodes do not have as many devices, or they cannot be divided evenly among nodes.
+        """
+        if not self.gpus_per_node or devices <= self.gpus_per_node:
+            return self._pods(name, 1, devices if self.gpus_per_node else 0)
+        pods, rest = divmod(devices, self.gpus_per_node)
+        if rest or pods > self.nodes:
+            most = self.gpus_per_node * self.nodes
+            how = f"a multiple of {self.gpus_per_node}" if devices <= most else f"at most {most}"
+            raise InputError(
+                f"placement: a job on flavour {name} must have {how} GPUs ({self.nodes} nodes of "
+                f"{self.gpus_per_node}), got {devices}; request others, or change the flavour: posttrain executor add"
+            )
+        return self._pods(name, pods, self.gpus_per_node)
+
+    def _pods(self, name: str, many: int, gpus: int) -> PodGroup:
+        kind = (self.type or name) if gpus else ""
+        return PodGroup(min=many, max=many, cpus=self.cpus, memory=self.memory or 0, gpus=gpus, kind=kind)
+
+
+class Cluster(_Given):
+    """The executors and flavours of a workspace; the content of executors.yaml.
+
+    Raises:
+        pydantic.ValidationError: a flavour's executor is not declared, or the default is not a flavour.
+    """
+
+    executors: dict[Annotated[str, Field(pattern=_NAME)], ExecutorSettings] = Field(default_factory=dict)
+    flavours: dict[Annotated[str, Field(pattern=_NAME)], Flavour] = Field(default_factory=dict)
+    default: str | None = None  # the flavour of stages whose placement names no kind
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Cluster:
+        for name, flavour in self.flavours.items():
+            if flavour.executor not in self.executors:
+                near = nearest(flavour.executor, self.executors)
+                raise ValueError(f"flavours.{name}: executor must be one of executors, got {flavour.executor!r}{near}")
+        if self.default is not None and self.default not in self.flavours:
+            near = nearest(self.default, self.flavours)
+            raise ValueError(f"default must be one of flavours, got {self.default!r}{near}")
+        return self
+
+    def joined(self, other: Cluster) -> Cluster:
+        """Return these executors and flavours, and those of `other`, which replace equal names."""
+        return Cluster(
+            executors={**self.executors, **other.executors},
+            flavours={**self.flavours, **other.flavours},
+            default=other.default or self.default,
+        )
+
+    def flavour_of(self, stage: str, params: Mapping[str, Any]) -> str:
+        """Return the name of the flavour on which a stage runs; empty: none.
+
+        Raises:
+            InputError: the placement names several flavours, which one job cannot have.
+        """
+        placement = Placement.model_validate(params.get("placement", COLLOCATED))
+        kinds = {pool.resources.kind for pool in placement.pools().values()} - {None}
+        named = sorted(kind for kind in kinds if kind in self.flavours)
+        if len(named) > 1 or (named and len(kinds) > 1):
+            raise InputError(
+                f"stages.{stage}: placement: one job runs on one flavour, got {', '.join(sorted(map(str, kinds)))}; "
+                "name one kind, or a Ray cluster with both: runtime.ray_address"
+            )
+        return named[0] if named else self.default or ""
