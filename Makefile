@@ -9,7 +9,7 @@ export OMP_WAIT_POLICY ?= passive
 # Where it is set, each of the thousand processes that tests start would compile all of this again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: lanes demo demos day dist test everything fast journey slow fuzz chaos ray ecosystem postgres containers site browser mutants bench levels learning golden lint english weight types contracts format setup clean gpu
+.PHONY: lanes demo demos day dist test everything fast journey slow fuzz chaos ray ecosystem postgres containers slurm site browser mutants bench levels learning golden lint english weight types contracts format setup clean gpu
 
 setup: $(VENV)/.dev
 
@@ -81,7 +81,7 @@ everything: $(VENV)/.bench ## every lane of CI one after another, and the minute
 	@$(BIN)/python .ci/lanes.py everything
 
 # What a test needs that is not on every machine has a lane of its own.
-ELSEWHERE := not gpu and not ray and not ecosystem and not browser and not postgres and not containers
+ELSEWHERE := not gpu and not ray and not ecosystem and not browser and not postgres and not containers and not slurm
 SLOW = $(BIN)/python -m pytest -n 4 --dist worksteal --timeout 3000 --durations 12
 
 fast: $(VENV)/.dev ## unit and contract tests; CPU=50 shows the 50 that take most CPU seconds
@@ -116,6 +116,10 @@ postgres: $(VENV)/.postgres ## ledger and control suite on a PostgreSQL that is 
 containers: $(VENV)/.dev ## jobs in containers of a real podman: what they compute, what they cannot reach, what they leave
 	@command -v podman >/dev/null || { echo "make containers needs podman: apt-get install -y podman runc" >&2; exit 1; }
 	$(BIN)/python -m pytest -m containers --timeout 3000 --durations 12 $$(grep -rl 'mark.containers' tests --include='test_*.py')
+
+slurm: $(VENV)/.dev ## jobs on a Slurm cluster of two nodes, which is started on loopback for them and stopped
+	@$(BIN)/python tests/slurm_cluster.py
+	$(BIN)/python -m pytest -m slurm --timeout 3000 --durations 12 $$(grep -rl 'mark.slurm' tests --include='test_*.py')
 
 site: $(VENV)/.docs ## the documentation as a site in .site/, made anew; a broken link ends it
 	rm -rf .site && $(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet -c handbook -d .site/.doctrees docs .site

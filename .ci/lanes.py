@@ -134,6 +134,7 @@ OTHERS = (
     Lane("site", 1, ("docs", "handbook", "README.md", "CHANGELOG.md", *_source("cli", "api"))),
     Lane("browser", 4, (*_source("web", "views", "server/console"), "tests/browser", "handbook")),
     Lane("postgres", 18, (*_source("store"), "tests/postgres_server.py")),
+    Lane("slurm", 8, (*_source("execution"), "tests/slurm_cluster.py", "tests/e2e/test_slurm.py")),
     Lane("containers", 4, (*_source("execution", "jobs"), "tests/podman_image.py", "tests/e2e/test_jobs_in_images.py")),
 )
 # Before the first of the others: nothing is installed while jobs run, which compare their environment with their run's.
@@ -182,6 +183,9 @@ def lacking(name: str) -> str:
     chromium = (os.environ.get("CHROMIUM", "chromium"), "chromium", "chromium-browser", "google-chrome")
     if name == "browser" and not any(map(shutil.which, chromium)):
         return "no Chromium could be installed"
+    if name == "slurm":
+        words = [".venv/bin/python", "tests/slurm_cluster.py"]
+        return subprocess.run(words, cwd=ROOT, check=False, capture_output=True, text=True).stderr.strip()
     if name == "containers":
         if not (shutil.which("podman") and shutil.which("runc")):
             return "no podman could be installed"

@@ -24,6 +24,7 @@ from typer.main import get_command
 from cpu_seconds import CpuSeconds
 from postgres_server import MissingError, Server
 from posttrain.store import database
+from slurm_cluster import Cluster as SlurmCluster
 
 settings.register_profile("posttrain", deadline=None, derandomize=bool(os.environ.get("CI")))
 settings.load_profile("posttrain")
@@ -219,6 +220,21 @@ def postgres_ledger(postgres: Server) -> Iterator[str]:
     address = postgres.create()
     yield address
     postgres.drop(address)
+
+
+@pytest.fixture(scope="session")
+def slurm_cluster() -> Iterator[SlurmCluster]:
+    """A Slurm cluster of two nodes."""
+    with SlurmCluster() as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def slurm(slurm_cluster: SlurmCluster, monkeypatch: pytest.MonkeyPatch) -> SlurmCluster:
+    """The cluster, which the commands of this process find."""
+    for name, value in slurm_cluster.environment.items():
+        monkeypatch.setenv(name, value)
+    return slurm_cluster
 
 
 @pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.postgres)])

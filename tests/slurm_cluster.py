@@ -14,6 +14,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 NODES = ("ada", "bob")
@@ -26,7 +28,7 @@ SlurmctldHost={host}(127.0.0.1)
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge/socket
+AuthInfo=socket={folder}/munge/socket,cred_expire=5
 CommunicationParameters=NoCtldInAddrAny,NoInAddrAny
 SlurmctldPort={port}
 SlurmctldPidFile={folder}/slurmctld.pid
@@ -39,7 +41,8 @@ ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 AccountingStorageType=accounting_storage/none
 SelectType=select/cons_tres
-SelectTypeParameters=CR_Core
+SelectTypeParameters=CR_Core_Memory
+DefMemPerCPU=100
 SchedulerParameters=bf_interval=1,sched_interval=1
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
@@ -128,11 +131,11 @@ class Cluster:
     def lose(self, node: str) -> None:
         """Let a node fail: its daemon and everything that runs under it are killed."""
         self.stop(node)
-        steps = subprocess.run(["pgrep", "-f", f"slurmstepd.*{self.folder.name}|slurmstepd: "], capture_output=True)
-        for pid in map(int, steps.stdout.split()):
+        for pid in _found("-f", "slurmstepd"):
             if self._of_node(pid, node):
                 for one in [*_descendants(pid), pid]:
-                    _kill(one)
+                    with suppress(ProcessLookupError):
+                        os.kill(one, signal.SIGKILL)
 
     def ask(self, *words: str) -> str:
         """Return the output of a Slurm command."""
@@ -174,7 +177,7 @@ class Cluster:
         words = {"key-file": "key", "socket": "socket", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
         options = [f"--{option}={place / name}" for option, name in words.items()]
         self._run("munged", [str(_program("munged")), "--foreground", "--force", *options])
-        _wait(lambda: (place / "socket").exists(), lambda: (self.folder / "munged.out").read_text())
+        _wait((place / "socket").exists, (self.folder / "munged.out").read_text)
 
     def _run(self, name: str, command: list[str]) -> None:
         with (self.folder / f"{name}.out").open("ab") as out:
@@ -193,19 +196,16 @@ class Cluster:
         _wait(idle, lambda: "\n".join(path.read_text()[-1500:] for path in self.folder.glob("*.log")))
 
 
+def _found(*words: str) -> list[int]:
+    done = subprocess.run(["pgrep", *words], capture_output=True, check=False)
+    return list(map(int, done.stdout.split()))
+
+
 def _descendants(pid: int) -> list[int]:
-    found = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, check=False).stdout.split()
-    return [one for child in map(int, found) for one in (*_descendants(child), child)]
+    return [one for child in _found("-P", str(pid)) for one in (*_descendants(child), child)]
 
 
-def _kill(pid: int) -> None:
-    try:
-        os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
-
-
-def _wait(done, why) -> None:  # type: ignore[no-untyped-def]
+def _wait(done: Callable[[], bool], why: Callable[[], str]) -> None:
     until = time.monotonic() + _PATIENCE
     while not done():
         if time.monotonic() > until:

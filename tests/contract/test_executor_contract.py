@@ -20,6 +20,7 @@ from far import Far
 
 from podman_image import Podman, podman_of
 from posttrain.domain.errors import InfrastructureError, InputError, WorkspaceError
+from posttrain.domain.flavours import ExecutorSettings
 from posttrain.domain.jobs import (
     Accepted,
     Cause,
@@ -38,13 +39,16 @@ from posttrain.execution.executors.fake import FakeExecutor, Hostility
 from posttrain.execution.executors.local import executor as local
 from posttrain.execution.executors.local.executor import LocalExecutor
 from posttrain.execution.executors.local.supervisor import Limit
+from posttrain.execution.executors.slurm import SlurmExecutor, _key as slurm_key
 from posttrain.execution.ports import Executor
 from posttrain.store.attempts import AttemptFolder, mailbox_at
 from posttrain.store.mailbox import ORDER, REQUEST
+from slurm_cluster import Cluster as SlurmCluster
 
 HERE = Path(__file__).parent
 PATIENCE = 300.0  # seconds; a machine may be as busy as it likes
 NEVER_SECONDS = 0.1  # given to what will never happen
+SETTLES = 1.0  # seconds of absence that count as proof
 PRELOAD = "executor_preload"
 ENDED = (JobState.EXITED, JobState.LOST)
 
@@ -147,6 +151,63 @@ class FarHarness:
     def _folder(self, spec: JobSpec) -> Path:
         found: list[Path] = []
         wait_until(lambda: bool(found.extend(self.far.scratch(spec).glob("job-*/attempt")) or found))
+        return found[0]
+
+
+class LedSlurm(SlurmExecutor):
+    """The driver's part, as `Led`."""
+
+    store = ""
+
+    def submit(self, spec: JobSpec) -> Submission:
+        mailbox = mailbox_at(spec.mailbox)
+        mailbox.replace(ORDER, JobOrder(spec.name, "train", 0, {}, {}, self.store, "", epoch=spec.epoch).to_json())
+        mailbox.once(REQUEST, spec.to_json())
+        return super().submit(spec)
+
+
+class SlurmHarness:
+    """Two nodes of a Slurm cluster, which share no more with the driver than a mailbox and a store."""
+
+    def __init__(self, cluster: SlurmCluster, root: Path) -> None:
+        self.cluster, self._scratch = cluster, root / "scratch"
+        python = ("env", f"POSTTRAIN_SCRATCH={self._scratch}", sys.executable)
+        self.slurm = LedSlurm("slurm-a", ExecutorSettings(kind="slurm", python=python, settle=SETTLES))
+        self.slurm.store = (root / "store").as_uri()
+        self.executor: Executor = self.slurm
+
+    def finish(self, spec: JobSpec, code: int) -> None:
+        folder = self._folder(spec)
+        (folder / "going").write_text(str(code))
+        (folder / "going").rename(folder / "go")
+        wait_until(lambda: look(self.executor, spec).state == JobState.EXITED)
+
+    def lose(self, spec: JobSpec) -> None:
+        wait_until((self._folder(spec) / "ready").exists)
+        seen = look(self.executor, spec)
+        self.cluster.ask("scontrol", "update", f"JobId={seen.handle}", "Requeue=0")
+        self.cluster.lose(seen.node)
+        wait_until(lambda: look(self.executor, spec).state == JobState.LOST)
+        self.cluster.start(seen.node)
+        wait_until(lambda: "idle" in self.cluster.ask("sinfo", "--noheader", "-n", seen.node, "-o", "%T"))
+
+    def starts(self, spec: JobSpec) -> int:
+        return len(self.cluster.ask("squeue", "-h", "--states=all", f"--name={slurm_key(spec)}", "-o", "%i").split())
+
+    def log(self, spec: JobSpec) -> Path:
+        return self._folder(spec) / "log.txt"
+
+    def _folder(self, spec: JobSpec) -> Path:
+        found: list[Path] = []
+
+        def its() -> bool:
+            for path in self._scratch.glob("job-*/attempt"):
+                order = path / "job.json"
+                if order.exists() and json.loads(order.read_text())["name"] == spec.name:
+                    found.append(path)
+            return bool(found)
+
+        wait_until(its)
         return found[0]
 
 
@@ -261,14 +322,17 @@ def podman(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Podman]:
 
 BOXED = pytest.param("boxed", marks=pytest.mark.containers)
 FAR = pytest.param("far", marks=pytest.mark.slow)  # an agent and a job for each case
+SLURM = pytest.param("slurm", marks=pytest.mark.slurm)
 
 
-@pytest.fixture(params=["local", "forked", FAR, "fake", "lose_answers", "lose_requests", "late_requests", BOXED])
+@pytest.fixture(params=["local", "forked", FAR, "fake", "lose_answers", "lose_requests", "late_requests", BOXED, SLURM])
 def harness(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Harness:
     if request.param == "fake":
         return FakeHarness()
     if request.param == "far":
         return FarHarness(tmp_path / "node")
+    if request.param == "slurm":
+        return SlurmHarness(request.getfixturevalue("slurm"), tmp_path / "node")
     if request.param == "boxed":
         found = request.getfixturevalue("podman")
         for name, value in found.variables.items():

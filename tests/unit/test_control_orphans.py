@@ -40,6 +40,14 @@ def alive(bench: Bench, job: JobRef) -> bool:
     return bench.executor.observe([job])[0].live
 
 
+def found_in(bench: Bench) -> Orphans:
+    return find_orphans(bench.stores.ledger, bench.jobs, bench.executor)
+
+
+def ended_in(bench: Bench) -> list[str]:
+    return end_orphans(bench.stores.ledger, bench.jobs, bench.executor)
+
+
 def orphan(bench: Bench, asked: JobSpec, name: str, **labels: str) -> JobSpec:
     """A job beside the ones that the ledger knows."""
     request = replace(asked, name=name, labels={**asked.labels, **labels})
@@ -49,10 +57,10 @@ def orphan(bench: Bench, asked: JobSpec, name: str, **labels: str) -> JobSpec:
 
 
 def test_the_jobs_of_live_attempts_are_nobodys_orphans(bench: Bench) -> None:
-    assert find_orphans(bench.stores.ledger, bench.jobs, bench.executor) == Orphans()
+    assert found_in(bench) == Orphans()
     job = launched(bench)
-    assert find_orphans(bench.stores.ledger, bench.jobs, bench.executor) == Orphans()
-    assert end_orphans(bench.stores.ledger, bench.jobs, bench.executor) == []
+    assert found_in(bench) == Orphans()
+    assert ended_in(bench) == []
     assert alive(bench, job)
 
 
@@ -61,11 +69,11 @@ def test_a_job_of_this_workspace_that_no_live_attempt_owns_is_ended(bench: Bench
     mine = launched(bench)
     gone = orphan(bench, mine, "gone-sft-9", **({} if known else {"run": "gone"}))
     found = Listed(gone.name, gone.labels, 1)
-    assert find_orphans(bench.stores.ledger, bench.jobs, bench.executor) == Orphans(ours=(found,))
-    assert end_orphans(bench.stores.ledger, bench.jobs, bench.executor) == ["job gone-sft-9 was ended: no attempt owns it"]
+    assert found_in(bench) == Orphans(ours=(found,))
+    assert ended_in(bench) == ["job gone-sft-9 was ended: no attempt owns it"]
     assert not alive(bench, gone)
     assert alive(bench, mine)
-    assert find_orphans(bench.stores.ledger, bench.jobs, bench.executor) == Orphans()
+    assert found_in(bench) == Orphans()
 
 
 def test_a_job_that_outlived_its_attempt_is_ended(bench: Bench) -> None:
@@ -75,23 +83,23 @@ def test_a_job_that_outlived_its_attempt_is_ended(bench: Bench) -> None:
     bench.executor.finish(job.name)
     assert bench.drive(job.labels["run"]).state == "succeeded"
     bench.executor.requeue(job.name)  # of its own accord
-    assert end_orphans(bench.stores.ledger, bench.jobs, bench.executor) == [f"job {job.name} was ended: no attempt owns it"]
+    assert ended_in(bench) == [f"job {job.name} was ended: no attempt owns it"]
     assert bench.executor.observe([job])[0].state is JobState.EXITED
 
 
 @pytest.mark.parametrize("workspace", ["elsewhere", ""], ids=["another workspace", "a job of before labels"])
 def test_a_job_of_somebody_else_is_told_and_left_alone(bench: Bench, workspace: str) -> None:
     other = orphan(bench, launched(bench), "other-sft-1", workspace=workspace)
-    assert [job.name for job in find_orphans(bench.stores.ledger, bench.jobs, bench.executor).strangers] == ["other-sft-1"]
-    assert end_orphans(bench.stores.ledger, bench.jobs, bench.executor) == []
+    assert [job.name for job in found_in(bench).strangers] == ["other-sft-1"]
+    assert ended_in(bench) == []
     assert alive(bench, other)
 
 
 def test_a_workspace_that_does_not_know_itself_ends_nothing(bench: Bench) -> None:
     job = orphan(bench, launched(bench), "gone-sft-9", workspace="")
     bench.jobs = replace(bench.jobs, workspace=lambda: "")
-    assert find_orphans(bench.stores.ledger, bench.jobs, bench.executor).ours == ()
-    end_orphans(bench.stores.ledger, bench.jobs, bench.executor)
+    assert found_in(bench).ours == ()
+    ended_in(bench)
     assert alive(bench, job)
 
 
@@ -108,7 +116,10 @@ def test_one_that_resists_stops_no_other(bench: Bench, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(bench.executor, "kill", resists)
     said = "job a-sft-1, which no attempt owns, could not be ended: still runs after SIGKILL"
-    assert end_orphans(bench.stores.ledger, bench.jobs, bench.executor) == [said, "job b-sft-1 was ended: no attempt owns it"]
+    assert ended_in(bench) == [
+        said,
+        "job b-sft-1 was ended: no attempt owns it",
+    ]
     assert not alive(bench, second)
 
 

@@ -15,6 +15,7 @@ import os
 import re
 import secrets
 import shlex
+import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -188,7 +189,9 @@ class SlurmExecutor:
             detail = f"node {row.node} was lost"
             return Observation(JobState.LOST, detail=detail, cause=cause, seconds=seconds, **here)  # type: ignore[arg-type]
         if row.state == "CANCELLED" and code >= 0:
-            code = -15
+            code = -signal.SIGTERM
+        if cause is not None:
+            detail = detail or f"Slurm ended it: {row.state}"
         if row.state == "FAILED" and code in _NO_PYTHON:
             detail = (
                 f"node {row.node}: {shlex.join(self._settings.python)} cannot be run (exit code {code}); install "
@@ -197,7 +200,7 @@ class SlurmExecutor:
         return Observation(
             JobState.EXITED,
             code,
-            detail or f"Slurm: {row.state}",
+            detail,
             cause=cause,
             seconds=seconds,
             **here,  # type: ignore[arg-type]
