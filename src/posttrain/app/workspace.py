@@ -153,20 +153,13 @@ class Workspace(OpenWorkspace):
         if create:
             join_store(self, blobs)
         self.stores = Stores(self.ledger, self.blobs, clock, self.actor)
-        executor = _executor(self.root, self.settings)
         cluster = declared(self.settings, self.root / SETTINGS)
-        others = {name: _MAKERS[one.kind](name, one) for name, one in cluster.executors.items()}
-
-        def remote(name: str) -> bool:
-            found = others.get(name, executor)
-            return name == found.name and found.remote
-
         self.jobs = Jobs(
-            executor=executor,
+            executor=_executor(self.root, self.settings),
             trainers=Trainers([NativeTrainer()]),
-            folders=AttemptFolders(self.root, lambda: self.channels, remote, blobs.url),
+            folders=AttemptFolders(self.root, lambda: self.channels, self._is_remote, blobs.url),
             cluster=cluster,
-            others=others,
+            others={name: _MAKERS[one.kind](name, one) for name, one in cluster.executors.items()},
             slots=max(1, os.cpu_count() or 1),
             beside=_BESIDE,
             trust_rewards=self.trusts_rewards,
@@ -174,6 +167,10 @@ class Workspace(OpenWorkspace):
             hosts=self.hosts,
         )
         self.catalog = Catalog(self.ledger, self.blobs, self.actor, ModelLimits(**self.settings.get(LIMITS, {})))
+
+    def _is_remote(self, name: str) -> bool:
+        found = self.jobs.others.get(name, self.jobs.executor)
+        return name == found.name and found.remote
 
 
 def find_workspace(start: Path | None = None) -> Path:
@@ -274,7 +271,7 @@ def init_workspace(
         made = InstalledExecutor(executor, OWN_EXECUTORS, root / "runs")
         made.load()
         if made.remote:
-            _refuse_unreachable(root, executor, channel)
+            refuse_unreachable(root, executor, channel)
     workspace = Workspace(root, create=True, rewards=rewards, trackers=trackers, ledger=ledger, channel=channel)
     other = executor not in (None, workspace.settings.get(EXECUTOR, LOCAL))
     if not other and job_variables is None and chosen is None:
@@ -358,7 +355,7 @@ def _channel(root: Path, asked: str | None) -> str:
     return found
 
 
-def _refuse_unreachable(root: Path, executor: str, channel: str | None) -> None:
+def refuse_unreachable(root: Path, executor: str, channel: str | None) -> None:
     """Refuse an executor whose jobs would reach neither mailboxes nor artifacts.
 
     Raises:
@@ -366,7 +363,7 @@ def _refuse_unreachable(root: Path, executor: str, channel: str | None) -> None:
     """
     if not _channel(root, channel) or not _store(root).startswith("s3://"):
         raise InputError(
-            f"init: executor {executor} runs jobs on other machines, which reach this workspace only through an object "
+            f"executor {executor} runs jobs on other machines, which reach this workspace only through an object "
             "store; create a workspace with --mailboxes s3://… and POSTTRAIN_STORE=s3://…"
         )
 

@@ -32,7 +32,7 @@ _UNREAD = 128 + signal.SIGPIPE
 _ROOT = Path(__file__).parents[1]
 _LONGEST = 900  # characters of an error message
 _OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
-_OF_A_MACHINE = {"init", "demo", "examples", "backup", "restore", "doctor", "serve", "login", "logout"}
+_OF_A_MACHINE = {"init", "demo", "examples", "backup", "restore", "doctor", "executor", "serve", "login", "logout"}
 
 
 class Commands(TyperGroup):
@@ -186,6 +186,7 @@ _GROUPS = {
     "channel": releases.app,
     "asset": assets.app,
     "sink": sinks.app,
+    "executor": workspace.executors,
     "project": service.project_app,
     "member": service.member_app,
     "token": service.token_app,

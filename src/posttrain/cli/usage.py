@@ -10,7 +10,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     "Look": ("ls", "get", "logs", "why", "diff", "compare", "trace", "note", "sample", "eval"),
     "Ship": ("export", "promote", "approve", "reject", "rollback", "channel", "lineage", "verify"),
     "Share": ("serve", "login", "logout", "whoami", "project", "member", "token", "sink", "track"),
-    "Keep": ("asset", "import", "gc", "backup", "restore", "erase", "doctor"),
+    "Keep": ("asset", "import", "gc", "backup", "restore", "erase", "doctor", "executor"),
 }
 VERBS = [verb for verbs in GROUPS.values() for verb in verbs]
 
@@ -60,6 +60,9 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
     "restore": ("posttrain restore /mnt/backup", "posttrain restore /mnt/backup -o json"),
     "erase": ("posttrain erase user:ada --reason request-17", "posttrain erase dataset:train@2 --reason licence"),
     "doctor": ("posttrain doctor", "posttrain doctor --end-orphans"),
+    "executor add": ("posttrain executor add executors.yaml", "posttrain executor add executors.yaml -o json"),
+    "executor ls": ("posttrain executor ls", "posttrain executor ls -o json"),
+    "executor doctor": ("posttrain executor doctor h100", "posttrain executor doctor --wait 1h"),
     "import trl-output": ("posttrain import trl-output out", "posttrain import trl-output out --name sort-trl"),
     "import mlflow": ("posttrain import mlflow ./mlruns", "posttrain import mlflow ./mlruns --run 0a1b2c --name sort"),
     "import wandb-export": (

@@ -7,6 +7,7 @@ creates a workspace from the copy.
 from __future__ import annotations
 
 import os
+from contextlib import closing
 from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
@@ -24,6 +25,7 @@ from posttrain.cli.console import (
     glyph,
     lazily,
     open_control,
+    plain_table,
     say,
     style,
     tinted,
@@ -32,9 +34,14 @@ from posttrain.cli.sinks import TrackerOption
 from posttrain.domain.errors import InputError
 
 if TYPE_CHECKING:
+    from posttrain.app.executors import Probed
     from posttrain.app.workspace import Draft
 
 UNFIT = 10  # the exit code of WorkspaceError
+executors = typer.Typer(
+    help="Declare, list and prove executors and the flavours of their nodes.", no_args_is_help=True,
+    rich_markup_mode=None,
+)  # fmt: skip
 _GLYPHS = {"ok": "succeeded", "warn": "stopped", "fail": "failed"}
 
 
@@ -165,8 +172,8 @@ def init(
     workspace.close()
 
 
-def _refuse_beside_a_server() -> None:
-    """Refuse to create a workspace that no command would use.
+def _refuse_beside_a_server(command: str = "init") -> None:
+    """Refuse to create or change a workspace that no command would use.
 
     Raises:
         InputError: the environment names a server, which commands use.
@@ -175,8 +182,8 @@ def _refuse_beside_a_server() -> None:
 
     if url := os.environ.get(SERVER_VARIABLE):
         raise InputError(
-            f"init: commands use the server that {SERVER_VARIABLE} names, {url}, so they would not use a workspace "
-            f"here; continue with the next command, or unset {SERVER_VARIABLE} and run init again"
+            f"{command}: commands use the server that {SERVER_VARIABLE} names, {url}, so they would not use a "
+            f"workspace here; continue with the next command, or unset {SERVER_VARIABLE} and run {command} again"
         )
 
 
@@ -261,6 +268,113 @@ def doctor(
         raise typer.Exit(UNFIT)
 
 
+@executors.command("add")
+def add_executors(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="YAML with executors, flavours and default.")],
+    output: OutputOption = Output.TEXT,
+) -> None:
+    """Declare executors, and the flavours of their nodes. They replace those of the same names."""
+    from posttrain.app.executors import declare
+    from posttrain.app.workspace import open_workspace
+
+    _refuse_beside_a_server("executor add")
+    with closing(open_workspace()) as workspace:
+        found = declare(workspace, file)
+        served = workspace.served
+    answer_json(output, lambda: found.model_dump(mode="json", exclude_unset=True))
+    say(*(f"flavour {name}: executor {one.executor}" for name, one in found.flavours.items()))
+    if served:
+        say("its server still uses its earlier settings: restart posttrain serve")
+    say("next: posttrain executor doctor")
+
+
+@executors.command("ls")
+def list_executors(output: OutputOption = Output.TEXT) -> None:
+    """List executors and flavours, and whether a probe has proven their nodes."""
+    from posttrain.app.workspace import open_workspace
+
+    _refuse_beside_a_server("executor ls")
+    with closing(open_workspace()) as workspace:
+        jobs = workspace.jobs
+        proven = {name: workspace.is_proven(name) for name in jobs.cluster.flavours}
+    answer_json(
+        output,
+        lambda: {
+            "executors": [jobs.executor.name, *jobs.others],
+            "default": jobs.cluster.default,
+            "flavours": {
+                name: one.model_dump(mode="json", exclude_unset=True) | {"proven": proven[name]}
+                for name, one in jobs.cluster.flavours.items()
+            },
+        },
+    )
+    table = plain_table("flavour", "executor", "kind", "nodes", "GPUs per node", "queue", "proven")
+    own = jobs.executor.name
+    table.add_row("—" if jobs.cluster.default else "— (default)", own, own)
+    for name, one in jobs.cluster.flavours.items():
+        shown = f"{name} (default)" if name == jobs.cluster.default else name
+        kind = jobs.cluster.executors[one.executor].kind
+        queue = " ".join(f"{word}={value}" for word, value in one.options().items())
+        nodes = (str(one.nodes), str(one.gpus_per_node), queue, "yes" if proven[name] else "no")
+        table.add_row(shown, one.executor, kind, *nodes)
+    console().print(table)
+
+
+@executors.command("doctor")
+def examine_executors(
+    name: Annotated[
+        str | None, typer.Argument(metavar="[NAME]", help="A flavour or an executor; default: all.", show_default=False)
+    ] = None,
+    wait: Annotated[str, typer.Option(metavar="DURATION", help="Longest wait for one report: 90s, 10m, 2h.")] = "10m",
+    output: OutputOption = Output.TEXT,
+) -> None:
+    """Submit a probe job to each flavour, and show what its nodes have. The exit code is 10 if a probe fails.
+
+    The probe reports Python, packages, accelerators, how long the store takes to answer, its clock, and its wait.
+    """
+    from posttrain.app.executors import probes
+    from posttrain.app.workspace import open_workspace
+
+    _refuse_beside_a_server("executor doctor")
+    patience = _seconds(wait, "executor doctor: --wait")
+    found = []
+    with closing(open_workspace()) as workspace:
+        for one in probes(workspace, name, patience):
+            found.append(one)
+            if output is Output.TEXT:
+                say(*_probe_lines(one))
+    if output is Output.JSON:
+        emit_json([asdict(one) for one in found])
+    if any(one.trouble for one in found):
+        raise typer.Exit(UNFIT)
+
+
+def _probe_lines(one: Probed) -> list[str]:
+    if one.trouble:
+        return [
+            f"fail {one.flavour} ({one.executor}): {one.trouble}",
+            *([f"     → {one.action}"] if one.action else []),
+        ]
+    said, times = one.report, one.report["seconds"]
+    packages = ", ".join(f"{name} {version}" for name, version in said["packages"].items())
+    gpus = ", ".join(said["accelerators"]) or "no accelerator"
+    return [
+        f"ok   {one.flavour} ({one.executor}): node {said['node']}, {gpus}, waited {one.waited:.0f} s",
+        f"     Python {said['python']}, {packages}",
+        f"     store: PUT {1e3 * times['put']:.0f} ms, GET {1e3 * times['get']:.0f} ms, "
+        f"LIST {1e3 * times['list']:.0f} ms (1 MiB); clock {one.skew:+.1f} s",
+    ]
+
+
+def _seconds(text: str, where: str) -> float:
+    from posttrain.domain.placement import parse_duration
+
+    try:
+        return float(parse_duration(text))
+    except ValueError as error:
+        raise InputError(f"{where} {error}") from error
+
+
 def gc(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Delete nothing; only report the deletions.")] = False,
     older_than: Annotated[
@@ -272,13 +386,7 @@ def gc(
 
     Leftovers are unneeded cached copies, checkpoints of ended runs, and unfinished uploads. Runs may be active.
     """
-    from posttrain.domain.placement import parse_duration
-
-    try:
-        seconds = float(parse_duration(older_than))
-    except ValueError as error:
-        raise InputError(f"gc: --older-than {error}") from error
-    done = open_control().gc(seconds, dry_run=dry_run)
+    done = open_control().gc(_seconds(older_than, "gc: --older-than"), dry_run=dry_run)
     answer_json(output, lambda: asdict(done))
     verb, blobs = "would delete" if dry_run else "deleted", done.blobs
     say(

@@ -408,7 +408,11 @@ def _waits(stage: StageRecord, attempt: AttemptRecord, seen: Observation) -> Eff
     if seen.hidden:
         said = "the executor does not see the job, which does not prove that it ended; checking again"
         return Say(stage, Reason.JOB_NOT_VISIBLE, said) if stage.reason != Reason.JOB_NOT_VISIBLE else None
-    return Say(stage, Reason.RUNNING, f"attempt {attempt.number}") if stage.reason == Reason.JOB_NOT_VISIBLE else None
+    if seen.state is JobState.STARTING and seen.detail:
+        said = f"attempt {attempt.number}: {seen.detail}"
+        return Say(stage, Reason.QUEUED, said) if (stage.reason, stage.message) != (Reason.QUEUED, said) else None
+    past = stage.reason in (Reason.JOB_NOT_VISIBLE, Reason.QUEUED)
+    return Say(stage, Reason.RUNNING, f"attempt {attempt.number}") if past else None
 
 
 def _given_way(stage: StageRecord, attempt: AttemptRecord) -> Effect | None:

@@ -243,6 +243,12 @@ class Reason(StrEnum):
         "The executor does not see the job, which does not prove that it ended.",
         "check that the executor is reachable; if its host is lost, `dead` with `--assume-dead`",
     )
+    QUEUED = (
+        "Queued",
+        (_STAGE,),
+        "Its job waits in the queue of its cluster; the message contains the cluster's own reason.",
+        "nothing: the cluster starts the job when it has room",
+    )
     STALLED = (
         "Stalled",
         (_STAGE, _ATTEMPT),

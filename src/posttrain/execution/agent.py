@@ -33,7 +33,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TypeVar
 
-from posttrain.domain.canonical import DIGEST_PREFIX
+from posttrain.domain.canonical import DIGEST_PREFIX, digest_bytes
 from posttrain.domain.errors import (
     ConflictError,
     FailureClass,
@@ -50,6 +50,7 @@ from posttrain.domain.ports import BlobStore
 from posttrain.execution import processes
 from posttrain.execution.code import called, present_code
 from posttrain.execution.executors.local.supervisor import Limit, command, job_environment, wait
+from posttrain.execution.machine import read_machine
 from posttrain.execution.trainers.installed import Trainers
 from posttrain.execution.trainers.native import NativeTrainer
 from posttrain.store.atomic import make_folder, open_plain
@@ -62,6 +63,8 @@ from posttrain.store.retries import Bootstrap, RefusedError
 from posttrain.store.staging import PartObjects, ServedParts, StoredParts, Uploads, fetch_checkpoint
 from posttrain.store.trees import materialise, scratch
 
+PROBE = "posttrain.execution.agent"  # the module of a job that reports what it finds on its node
+PROBED = "probe.json"  # that report, in the mailbox
 T = TypeVar("T")
 _RELAY_SECONDS = 0.5  # between two looks at the job's mailbox
 _LOOK_SECONDS = 2.0  # between two looks at the attempt's mailbox
@@ -71,6 +74,7 @@ _LOG_SECONDS = 5.0  # after which unread output is relayed even if it is short
 _LOG_BYTES = 256 << 10
 _LOG_MOST = 1 << 30  # bytes of output that are relayed
 _PIECE = 4 << 20
+_PROBE_BYTES = 1 << 20
 _SILENT_SECONDS = 600.0  # for which the store may be unreachable before the agent gives the job up
 _SERVER_SECONDS = 5.0  # for which a request to the mailbox waits for a server; the next round tries again
 _TERMINATED = 128 + signal.SIGTERM
@@ -201,6 +205,8 @@ class Agent:
                 return ANOTHER_RUNS
             if self._team is not None:
                 self._team.settle(folder)
+            if spec.module == PROBE:
+                return self._probe(outside, order, folder)
             attempt = AttemptFolder(folder / "attempt", "")
             make_folder(attempt.path)
             over = threading.Event()
@@ -237,6 +243,27 @@ class Agent:
             uploads.close()
             with suppress(PosttrainError):
                 relay.log(whole=True)
+
+    def _probe(self, outside: Mailbox, order: JobOrder, folder: Path) -> int:
+        """Report what a job finds on this node: Python, packages, accelerators, and the store's answers."""
+        facts, parts, data = read_machine(probe=True), self._parts(folder, order), os.urandom(_PROBE_BYTES)
+        key = f"{self.incarnation}/{digest_bytes(data).removeprefix(DIGEST_PREFIX)}"
+        answers = {
+            "put": _seconds(lambda: parts.put(key, data)),
+            "get": _seconds(lambda: parts.get(key)),
+            "list": _seconds(outside.checkpoints),
+        }
+        names = (facts.gpus.torch_name,) * (facts.gpus.torch or 0)
+        outside.replace(
+            PROBED,
+            {
+                "node": facts.host, "python": facts.python, "accelerators": list(names), "seconds": answers,
+                "packages": {name: one.version for name, one in facts.packages.items()},
+                "code": {name: present_code(name, Trainers([NativeTrainer()])) for name in order.code},
+                "trouble": facts.gpus.torch_trouble, "at": time.time(),
+            },
+        )  # fmt: skip
+        return self._answer(outside, JobResult("succeeded"))
 
     def give_up(self, why: str) -> None:
         """End the job and publish nothing."""
@@ -490,6 +517,12 @@ class _Beat:
         except (PosttrainError, OSError) as error:  # the job deleted it, or the store does not answer
             print(f"agent: the checkpoint of step {step} is not staged yet: {error}", flush=True)
             time.sleep(_LOOK_SECONDS)
+
+
+def _seconds(ask: Callable[[], object]) -> float:
+    begun = time.monotonic()
+    ask()
+    return time.monotonic() - begun
 
 
 def _failed(error: Exception, tokens: int = 0) -> JobResult:

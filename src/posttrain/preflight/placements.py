@@ -16,14 +16,15 @@ from urllib.parse import urlsplit
 from posttrain.control.plan import Planned
 from posttrain.data.refs import is_confined
 from posttrain.domain.errors import InputError
+from posttrain.domain.flavours import Flavour
 from posttrain.domain.jobspec import allows
-from posttrain.domain.kinds import OWN, Load, kind_of
+from posttrain.domain.kinds import OWN, Driver, Load, kind_of
 from posttrain.domain.manifest import InputRef, Manifest, StageManifest
 from posttrain.domain.rendering import CONFIG, is_classifier
 from posttrain.domain.roles import DECLARED, ROLLOUT, RoleSpec
 from posttrain.domain.runspec import RunSpec
 from posttrain.execution.executors.local.executor import LocalExecutor
-from posttrain.execution.machine import Machine, room_of, this_machine
+from posttrain.execution.machine import Gpu, Machine, room_of, this_machine
 from posttrain.execution.trainers.native import gpu_visible
 from posttrain.planner.remedies import Bench, Trial
 from posttrain.planner.residency import Residency, gib, infeasible, unfit
@@ -70,24 +71,55 @@ def refuse_infeasible(
         IntegrityError: the base model's listing is corrupt.
     """
     for stage in manifest.stages:
-        if _asks_for_a_gpu(stage) and not gpu_visible():
+        name, flavour = workspace.jobs.flavour_of(stage)
+        if flavour is not None and kind_of(stage.kind).driver is Driver.JOB:
+            _refuse_flavour(workspace, stage, name, flavour, source)
+        elif _asks_for_a_gpu(stage) and not gpu_visible():
             raise InputError(
                 f"{source}: stages.{stage.name}: runtime.device cuda needs a GPU, but no GPU is visible here; "
                 "write auto or cpu, or run the file on a machine with a GPU"
             )
-    machine = this_machine() if loads else Machine(1)
     for name, load in loads.items():
+        kind, flavour = workspace.jobs.flavour_of(manifest.stage(name))
         shapes = role_shapes(manifest, manifest.stage(name), load, workspace, source, model)
+        machine, where = _nodes(kind, flavour), "this machine" if flavour is None else f"flavour {kind}"
         found = unfit(load, shapes.get(load.names[0]))
-        found += _missing_ray(load) if manifest.image is None and workspace.own_jobs else []
+        here = manifest.image is None and workspace.own_jobs and flavour is None
+        found += _missing_ray(load) if here else []
         if load.ray_address is None:
-            found = infeasible(load.placement, machine.resources(), roles=load.names) + found
+            found = infeasible(load.placement, machine.resources(), roles=load.names, where=where) + found
             bench = Bench(load, shapes, room_of(machine), len(machine.gpus))
             refused = bench.tried(load).refused
             found += [f"{refused[0]}; {bench.advice}", *refused[1:]] if refused else []
         if found:
             more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
             raise InputError(f"{source}: stages.{name}: {found[0]}{more}")
+
+
+def _nodes(name: str, flavour: Flavour | None) -> Machine:
+    """Return the largest machine of the flavour's jobs; None: this machine."""
+    if flavour is None:
+        return this_machine()
+    gpu = Gpu(name, flavour.gpu_memory)
+    return Machine(flavour.cpus * flavour.nodes, flavour.memory, (gpu,) * flavour.gpus_per_node * flavour.nodes)
+
+
+def _refuse_flavour(workspace: OpenWorkspace, stage: StageManifest, name: str, flavour: Flavour, source: Path) -> None:
+    """Reject a stage whose gang its flavour cannot provide, or whose nodes have not been proven.
+
+    Raises:
+        InputError: the stage cannot run on the flavour's nodes.
+    """
+    trainer = workspace.jobs.trainer(stage.trainer)
+    try:
+        flavour.gang(name, trainer.devices(stage.kind, stage.params))
+    except InputError as error:
+        raise InputError(f"{source}: stages.{stage.name}: {error}") from error
+    if not is_served(workspace.root) and not workspace.is_proven(name):
+        raise InputError(
+            f"{source}: stages.{stage.name}: the nodes of flavour {name} must be proven to reach the store and to have "
+            f"this Posttrain, since they were declared or installed; run posttrain executor doctor {name}"
+        )
 
 
 def _asks_for_a_gpu(stage: StageManifest) -> bool:
@@ -142,12 +174,12 @@ def residencies(
 ) -> Iterator[tuple[str, Seen]]:
     """Yield, for each stage with a model, the chosen sizes, the residency by phase, and warnings."""
     loads = {name: contract.load for name, contract in planned.contracts.items() if contract.load}
-    machine = this_machine() if loads else None
     lengths = Lengths(planned, spec, workspace, path)
     for name, load in loads.items():
         stage = planned.manifest.stage(name)
         shapes = role_shapes(planned.manifest, stage, load, workspace, path, spec.model)
-        if shapes and machine:
+        if shapes:
+            machine = _nodes(*workspace.jobs.flavour_of(stage))
             rows = workload(stage, planned.contracts[name].work, datasets, lengths)
             room = Room() if load.ray_address is not None else room_of(machine)
             prompts = {"prompt_tokens": round(rows.length or 0), "longest_prompt": round(rows.longest or 0)}
@@ -260,12 +292,14 @@ def refuse_image(image: str | None, workspace: OpenWorkspace, source: Path) -> N
             f"{source}: image: must be an image that project {workspace.ledger.project} allows, got {image} "
             f"({known}); a project admin can allow it: posttrain project allow-image {image}"
         )
-    executor = workspace.jobs.executor
+    executor = next((one for one in workspace.jobs.executors if one.images), workspace.jobs.executor)
     if not executor.images:
         raise InputError(
             f"{source}: image: {image}: executor {executor.name} of this workspace cannot run images; leave image "
             "out, or choose an executor that can: posttrain init --executor podman"
         )
+    if executor.remote:
+        return
     if isinstance(executor, LocalExecutor) and (why := executor.trouble()):
         raise InputError(f"{source}: image: {image} cannot run here: {why}")
     away = urlsplit(workspace.blobs.url).scheme != "file" or workspace.channel_address

@@ -369,6 +369,11 @@ class Mailbox:
         """Write the JSON object at a key if there is none; return the object that exists afterwards."""
         return self._table(key, self._create(key, _json(value)))
 
+    def discard(self, *keys: str) -> None:
+        """Delete these documents, the result and all starts, so that nothing remains of a job that only reported."""
+        for key in (*keys, _RESULT, *(_start_key(number) for number in range(1, self._newest()[1] + 1))):
+            self._objects.remove(key)
+
     def checkpoints(self) -> list[int]:
         """Return the steps of the staged checkpoints, oldest first."""
         return self._objects.numbers("checkpoints")

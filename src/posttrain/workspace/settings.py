@@ -52,6 +52,7 @@ LEDGER_VARIABLE = "POSTTRAIN_LEDGER"
 KEY = "ledger"  # the key in workspace.json; absent: the ledger is the file
 FILE = "ledger.db"
 _SUBJECT = "workspace"  # the subject of the event that binds a workspace to a database
+PROVEN = "proven.json"  # flavour → digest of what its last probe proved
 FOLDER = ".posttrain"
 VARIABLE = "POSTTRAIN_WORKSPACE"
 STORE_VARIABLE = "POSTTRAIN_STORE"
@@ -337,6 +338,23 @@ class OpenWorkspace:
         """
         if isinstance(self.jobs.executor, InstalledExecutor):
             self.jobs.executor.load()
+
+    def proof(self, flavour: str) -> str:
+        """Return the digest of what a probe of a flavour's nodes proves: its declaration, and this Posttrain's code."""
+        cluster, trainers = self.jobs.cluster, self.jobs.trainers
+        found = cluster.flavours[flavour]
+        declared = [found.model_dump(mode="json"), cluster.executors[found.executor].model_dump(mode="json")]
+        return digest_json([*declared, {name: trainers[name].code_digest() for name in sorted(trainers)}])
+
+    def is_proven(self, flavour: str) -> bool:
+        """Return whether a probe job has succeeded on a flavour's nodes, with the present declaration and code."""
+        return (read_json(self.root / PROVEN) or {}).get(flavour) == self.proof(flavour)
+
+    def record_proof(self, flavour: str, *, succeeded: bool) -> None:
+        """Record the result of a probe job."""
+        with settings_lock(self.root):
+            known = {name: one for name, one in (read_json(self.root / PROVEN) or {}).items() if name != flavour}
+            write_json(self.root / PROVEN, known | ({flavour: self.proof(flavour)} if succeeded else {}))
 
     @property
     def own_jobs(self) -> bool:
