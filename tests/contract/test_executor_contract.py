@@ -33,13 +33,13 @@ from posttrain.domain.jobs import (
     Submission,
     Unknown,
 )
-from posttrain.domain.jobspec import JobRef, JobSpec, Listed, PodGroup
+from posttrain.domain.jobspec import JobRef, JobSpec, Listed, PodGroup, external_name
 from posttrain.execution import processes
 from posttrain.execution.executors.fake import FakeExecutor, Hostility
 from posttrain.execution.executors.local import executor as local
 from posttrain.execution.executors.local.executor import LocalExecutor
 from posttrain.execution.executors.local.supervisor import Limit
-from posttrain.execution.executors.slurm import SlurmExecutor, _key as slurm_key
+from posttrain.execution.executors.slurm import SlurmExecutor
 from posttrain.execution.ports import Executor
 from posttrain.store.attempts import AttemptFolder, mailbox_at
 from posttrain.store.mailbox import ORDER, REQUEST
@@ -192,7 +192,8 @@ class SlurmHarness:
         wait_until(lambda: "idle" in self.cluster.ask("sinfo", "--noheader", "-n", seen.node, "-o", "%T"))
 
     def starts(self, spec: JobSpec) -> int:
-        return len(self.cluster.ask("squeue", "-h", "--states=all", f"--name={slurm_key(spec)}", "-o", "%i").split())
+        words = ("squeue", "-h", "--states=all", f"--name={external_name(spec)}", "-o", "%i")
+        return len(self.cluster.ask(*words).split())
 
     def log(self, spec: JobSpec) -> Path:
         return self._folder(spec) / "log.txt"

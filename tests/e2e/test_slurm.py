@@ -1,4 +1,4 @@
-"""Runs on a real Slurm of two nodes: requeued, preempted, and with a node lost, they compute what the laptop computes."""
+"""Runs on a real Slurm of two nodes compute what the laptop computes, whatever happens to their jobs."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_run import RUN, make_template
-from workbench import Reference, Workbench
+from tiny_run import RUN, SHORT, make_template
+from workbench import PATIENCE, Reference, Workbench
 
+from posttrain.store.attempts import mailbox_at
+from posttrain.store.mailbox import Mailbox
 from posttrain.store.staging import StagingArea
 from s3_server import KEYS, s3_server, use_s3
 from slurm_cluster import Cluster
@@ -57,47 +59,69 @@ def bench(tmp_path: Path, s3: dict[str, str], slurm: Cluster) -> Iterator[Workbe
 
 
 def placed(bench: Workbench) -> None:
-    """Put the training stages on h100; the others run on the default flavour."""
-    run = {
-        **RUN,
-        "stages": {name: {**one, **(ON if name in ("sft", "grpo") else {})} for name, one in RUN["stages"].items()},
-    }
-    bench.write("run.yaml", run)
+    """Put the training stages on h100, with a reward that takes its time; the others run on the default flavour."""
+    bench.write("slow.py", "import time\n" + SHORT.replace("    return", "    time.sleep(0.4)\n    return"))
+    bench.run("asset", "add", "reward:slow", "slow.py")
+    stages = {name: {**one, **(ON if name in ("sft", "grpo") else {})} for name, one in RUN["stages"].items()}
+    bench.write("run.yaml", {**RUN, "stages": stages, "rewards": {"length": "reward:slow"}})
 
 
-def job_of(cluster: Cluster, stage: str) -> str | None:
-    """The number of the running job of a stage."""
-    lines = cluster.ask("squeue", "-h", "--states=RUNNING", "-o", "%i %j").splitlines()
-    return next((line.split()[0] for line in lines if f"-{stage}-" in line), None)
+def mailbox_of(bench: Workbench, stage: str) -> Mailbox | None:
+    """The mailbox of the stage's newest attempt, once it was launched."""
+    with bench.open() as workspace:
+        runs = workspace.ledger.runs(limit=1)
+        attempts = workspace.ledger.attempts(runs[0].id, stage) if runs else []
+    return mailbox_at(str(attempts[-1].channel)) if attempts and attempts[-1].state == "launched" else None
 
 
-def step_of(bench: Workbench, stage: str, least: int) -> bool:
-    found = bench.run("get", bench.run_id(), "-o", "json").json["stages"]
-    return any(one["name"] == stage and (one.get("step") or 0) >= least for one in found)
+def told(bench: Workbench, stage: str) -> str:
+    """Why the stage waits, as `why` shows it."""
+    with bench.open() as workspace:
+        [run] = workspace.ledger.runs(limit=1)
+        return next(one.message for one in workspace.ledger.stages(run.id) if one.name == stage)
+
+
+def begun(mailbox: Mailbox, incarnation: int) -> bool:
+    held = mailbox.started()
+    return held is not None and held.incarnation >= incarnation
 
 
 def test_a_run_is_requeued_preempted_and_loses_a_node_and_computes_what_the_laptop_computes(
     bench: Workbench, slurm: Cluster, reference: Reference, tmp_path: Path
 ) -> None:
     placed(bench)
-    refused = bench.run("run", "run.yaml", code=2)
-    assert "nodes of flavour h100 must be proven" in refused.error
+    assert "nodes of flavour h100 must be proven" in bench.run("run", "run.yaml", code=2).error
     proven = bench.run("executor", "doctor", "-o", "json").json
     assert [(one["flavour"], one["trouble"]) for one in proven] == [("h100", ""), ("small", "")]
     running = bench.start("run", "run.yaml")
-    first = bench.wait("sft on a node", lambda: job_of(slurm, "sft"))
-    slurm.ask("scontrol", "requeue", first)
+    mailbox = bench.wait("grpo", lambda: mailbox_of(bench, "grpo"))
+    bench.wait("a checkpoint of grpo", mailbox.checkpoints)
+    job = slurm.ask("squeue", "-h", "--states=RUNNING", "-o", "%i")
+    slurm.ask("scontrol", "requeue", job)
+    bench.wait("the queue's reason", lambda: "queued by slurm-a: BeginTime" in told(bench, "grpo"))
+    slurm.stop("slurmctld")
+    bench.wait("a controller that does not answer", lambda: "slurm-a" in told(bench, "grpo"))
+    slurm.start("slurmctld")
+    bench.wait("the requeued job", lambda: begun(mailbox, 1))
+    urgent = ("--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 2")
+    slurm.ask("sbatch", *urgent)
+    bench.wait("the preempted job", lambda: begun(mailbox, 2))
+    node = slurm.ask("squeue", "-h", f"--jobs={job}", "-o", "%B")
+    slurm.lose(node)
+    bench.wait("the job on another node", lambda: begun(mailbox, 3))
+    slurm.start(node)
     ended = bench.finish(running)
     assert ended.code == 0, ended.err
     run_id = bench.run_id()
     assert bench.outputs(run_id) == reference.outputs
-    assert len(bench.attempts(run_id, "sft")) == 1, "Slurm's requeue keeps the attempt"
+    [grpo] = bench.attempts(run_id, "grpo")
+    assert grpo.handle == job, "every restart was Slurm's, under one attempt"
+    assert 0 < (grpo.seconds or 0) < sum(one.seconds or 0 for one in bench.attempts(run_id)) < PATIENCE
     leaves_nothing(bench, slurm, tmp_path)
 
 
 def leaves_nothing(bench: Workbench, slurm: Cluster, tmp_path: Path) -> None:
-    assert slurm.ask("squeue", "-h", "-o", "%i %j %T") == ""
-    assert list((tmp_path / "scratch").glob("job-*")) == []
+    bench.wait("an empty queue", lambda: slurm.ask("squeue", "-h", "-o", "%i %j %T") == "")
     bench.run("gc", "--older-than", "0s")
     assert list(StagingArea(bench.environment["POSTTRAIN_STORE"]).stored()) == []
     agents = subprocess.run(["pgrep", "-f", "posttrain.execution.agent"], capture_output=True, check=False).stdout

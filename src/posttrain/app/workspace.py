@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -26,7 +26,7 @@ from posttrain.control.stores import Stores
 from posttrain.data.assets import ModelLimits, model_limits
 from posttrain.data.catalog import Catalog, inspect_dataset
 from posttrain.domain.errors import ConflictError, InputError, NotFoundError, WorkspaceError, nearest
-from posttrain.domain.flavours import Cluster
+from posttrain.domain.flavours import Cluster, ExecutorSettings
 from posttrain.domain.kinds import Driver, kind_of
 from posttrain.domain.lifecycle import RunState, is_final
 from posttrain.domain.ports import crashpoint
@@ -35,6 +35,7 @@ from posttrain.domain.validation import validated
 from posttrain.execution.executors.installed import InstalledExecutor
 from posttrain.execution.executors.local import containers
 from posttrain.execution.executors.local.executor import LocalExecutor
+from posttrain.execution.executors.ray import RayExecutor
 from posttrain.execution.executors.slurm import SlurmExecutor
 from posttrain.execution.machine import local_devices
 from posttrain.execution.ports import Executor
@@ -97,7 +98,7 @@ from posttrain.workspace.settings import (
     recorded,
 )
 
-_MAKERS = {"slurm": SlurmExecutor}  # kind → executor
+_MAKERS: Mapping[str, Callable[[str, ExecutorSettings], Executor]] = {"slurm": SlurmExecutor, "ray": RayExecutor}
 _BESIDE = 4  # threads that hash, upload and judge while runs are driven
 RUN_FILE = "run.yaml"
 

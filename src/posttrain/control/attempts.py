@@ -22,7 +22,15 @@ from posttrain.control.jobs import AttemptFolders, Jobs
 from posttrain.control.launch import look, tokens_inherited, tokens_taken_over
 from posttrain.control.lineage import trained_models
 from posttrain.control.stores import Stores
-from posttrain.domain.errors import FailureClass, InputError, IntegrityError, NotFoundError, PosttrainError
+from posttrain.domain.errors import (
+    FailureClass,
+    InputError,
+    IntegrityError,
+    NotFoundError,
+    PosttrainError,
+    Trace,
+    trace_in,
+)
 from posttrain.domain.jobs import ANOTHER_RUNS, MOST_NUMBER, Failure, JobResult, JobState, Observation, Progress
 from posttrain.domain.jobspec import RUN, STAGE, WORKSPACE, JobRef, Listed
 from posttrain.domain.kinds import kind_of
@@ -406,9 +414,16 @@ def see(stores: Stores, jobs: Jobs, view: View, name: str, looks: Looks) -> JobS
         lost = unheeded(jobs.folders, attempt) if word is None and job.gone else ""
         metered = word is None and not job.gone and view.manifest.budget.tokens is not None
         tokens = folder.spent() - tokens_inherited(stores.blobs, attempt) if metered else 0
-        return JobStatus(job, word=word, unheeded=lost, tokens=tokens, progress=progress)
+        trace, node = _left(folder) if word is None and job.gone else (None, "")
+        return JobStatus(job, word=word, unheeded=lost, trace=trace, node=node, tokens=tokens, progress=progress)
     except (InputError, IntegrityError) as error:  # the folder cannot be read, and a retry would not repair it
         return JobStatus(job, unreadable=str(error))
+
+
+def _left(folder: AttemptFolder) -> tuple[Trace | None, str]:
+    """Return the failure that the log of a job without a result reports, and the node on which the job began."""
+    held = folder.mailbox.started()
+    return trace_in(folder.tail()), held.host if held is not None else ""
 
 
 def _unanswered(jobs: Jobs, view: View, name: str, attempt: AttemptRecord) -> JobStatus:

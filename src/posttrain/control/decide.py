@@ -16,6 +16,8 @@ a look without an answer delays the end by a quarter. The decision to kill a sil
 
 from __future__ import annotations
 
+import signal
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -40,11 +42,12 @@ from posttrain.control.effects import (
     StopStage,
     TryAgain,
 )
-from posttrain.domain.errors import FailureClass
+from posttrain.domain.errors import FailureClass, Trace
 from posttrain.domain.jobs import (
     ANOTHER_RUNS,
     NO_MEMORY,
     NO_SPACE,
+    NODE_FAILED,
     PHASE_SECONDS,
     Cause,
     Failure,
@@ -82,6 +85,9 @@ _STOPPED_BY: Mapping[Cause | None, StopCause] = {
     Cause.DRAINED: StopCause.DRAINED,
     Cause.OVERTIME: StopCause.PREEMPTED,
 }
+_OF_NODES = (f"{Cause.NODE_LOST}@", "gpu_fault@")  # signatures of failures for which a node is the reason
+_LOSSES = 2  # of jobs of one stage, after which its node is avoided
+_FAULTS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT)  # a program's own
 _TAKEN_AWAY = (StopCause.PREEMPTED, StopCause.DRAINED, StopCause.SUPERSEDED)  # ends that do not count as attempts
 
 
@@ -164,12 +170,21 @@ def why_not_again(manifest: Manifest, tried: Sequence[AttemptRecord], failure: F
     if failure.kind is FailureClass.BUDGET:
         return None  # retries end, because each attempt gets a larger share of a finite budget
     own = [a for a in tried[:-1] if a.reason not in (Reason.PREEMPTED, Reason.BUDGET_EXCEEDED)]
-    if own and failure.signature and own[-1].failure_signature == failure.signature:
+    same = bool(own) and bool(failure.signature) and own[-1].failure_signature == failure.signature
+    if same and not failure.signature.startswith(_OF_NODES):  # the next attempt avoids that node
         return Reason.CIRCUIT_OPEN, "the same failure twice in a row"
     made = len(tried) if preempted else len(own) + 1
     if made >= manifest.budget.attempts * (PREEMPTIONS_PER_ATTEMPT if preempted else 1):
         return Reason.ATTEMPTS_EXHAUSTED, f"{made} attempts, the budget's limit"
     return None
+
+
+def nodes_to_avoid(tried: Iterable[AttemptRecord]) -> tuple[str, ...]:
+    """Return the nodes that lost several jobs of a stage, or on which a GPU failed."""
+    found = [str(one.failure_signature) for one in tried if str(one.failure_signature).startswith(_OF_NODES)]
+    nodes = Counter(one.partition("@")[2] for one in found)
+    faulty = {one.partition("@")[2] for one in found if not one.startswith(Cause.NODE_LOST)}
+    return tuple(sorted(node for node, losses in nodes.items() if node in faulty or losses >= _LOSSES))
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,6 +241,8 @@ class JobStatus:
     unreadable: str = ""  # why the job's result or mailbox cannot be read
     another_runs: bool = False  # the executor's job gave way to another job of this attempt, which may live
     unheeded: str = ""  # the message for a job that ignored its stop order
+    trace: Trace | None = None  # the failure that the log of a job without a result reports
+    node: str = ""  # on which that job began
     tokens: int = 0  # tokens that the attempt reported, without the tokens before its checkpoint
     progress: str | None = None  # the same text while the job makes no progress; None: not read
 
@@ -401,7 +418,7 @@ def _without_word(
     if late and attempt.stop_cause == StopCause.BUDGET:
         said = over or f"the budget ({budgets.declared(view.manifest)}) is spent"
         return End(stage, attempt, _failed(FailureClass.BUDGET, said, "budget"))
-    return _lost(view, stage, attempt, seen)
+    return _lost(view, stage, attempt, job_status)
 
 
 def _waits(stage: StageRecord, attempt: AttemptRecord, seen: Observation) -> Effect | None:
@@ -424,9 +441,9 @@ def _given_way(stage: StageRecord, attempt: AttemptRecord) -> Effect | None:
     return Say(stage, Reason.ANOTHER_RUNS, said, action)
 
 
-def _lost(view: View, stage: StageRecord, attempt: AttemptRecord, seen: Observation) -> Effect:
+def _lost(view: View, stage: StageRecord, attempt: AttemptRecord, job_status: JobStatus) -> Effect:
     """Return the effect for a job that ended without a result."""
-    detail = seen.why
+    seen, detail = job_status.job, job_status.job.why
     declared = view.manifest.budget.wall_clock
     ended = seen.cause or _SAID_BY_CODE.get(seen.exit_code or 0)
     if attempt.stop_requested_at is not None and ended in _SAID_BY_CODE.values():
@@ -441,9 +458,20 @@ def _lost(view: View, stage: StageRecord, attempt: AttemptRecord, seen: Observat
         return _again(view, stage, attempt, gone, AttemptState.LOST, cause=taken)
     if _condemned(view, stage, attempt):
         return _again(view, stage, attempt, _hung(view, stage, attempt), AttemptState.LOST)
-    # an exit code characterises the failure and would recur; a kill or a duplicate start does not
-    mute = seen.exit_code is None or seen.exit_code < 0 or seen.exit_code == ANOTHER_RUNS
-    signature = "" if mute else f"exit {seen.exit_code}"
+    trace = job_status.trace if attempt.stop_requested_at is None else None
+    if trace is not None:
+        why = f"the job ended without a result: {trace.meaning} ({detail})"
+        signature = f"{trace.name}@{seen.node or job_status.node}" if trace.of_node else trace.name
+        if not trace.kind.retried:
+            return End(stage, attempt, _failed(trace.kind, why, signature))
+        failure = Failure(trace.kind, why, signature)
+        return _again(view, stage, attempt, failure, AttemptState.LOST, cause=StopCause.INFRASTRUCTURE)
+    # an exit code or a fault of the program would recur; a kill, a duplicate start or a failed node does not
+    code = seen.exit_code
+    mute = code is None or (code < 0 and -code not in _FAULTS) or code in (ANOTHER_RUNS, NODE_FAILED)
+    signature = "" if mute else f"exit {code}"
+    if seen.cause is Cause.NODE_LOST and seen.node:
+        signature = f"{Cause.NODE_LOST}@{seen.node}"
     failure = Failure(FailureClass.INFRASTRUCTURE, f"the job ended without a result ({detail})", signature)
     cause = StopCause.SUPERSEDED if seen.exit_code == ANOTHER_RUNS else StopCause.INFRASTRUCTURE
     return _again(view, stage, attempt, failure, AttemptState.LOST, cause=cause)

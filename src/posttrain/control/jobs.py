@@ -181,7 +181,14 @@ def secrets_of_rewards(plan: StageManifest) -> frozenset[str]:
     return frozenset(str(name) for ref in plan.inputs.values() for name in ref.meta.get("secrets", ()))
 
 
-def spec_of(jobs: Jobs, attempt: AttemptRecord, order: JobOrder, trainer: Trainer, plan: StageManifest) -> JobSpec:
+def spec_of(
+    jobs: Jobs,
+    attempt: AttemptRecord,
+    order: JobOrder,
+    trainer: Trainer,
+    plan: StageManifest,
+    avoid: tuple[str, ...] = (),
+) -> JobSpec:
     """Write the attempt's spec unless it exists, and return it; of concurrent writers, the first one succeeds.
 
     The secrets in the spec are compared with those of the plan, because a job of the same run can write into the
@@ -207,6 +214,7 @@ def spec_of(jobs: Jobs, attempt: AttemptRecord, order: JobOrder, trainer: Traine
             labels={WORKSPACE: jobs.workspace(), RUN: attempt.run_id, STAGE: attempt.stage},
             epoch=attempt.number,
             options=flavour.options() if flavour else {},
+            avoid=avoid if jobs.executor_of(attempt).avoids else (),
             python=(flavour.python if flavour else None) or (),
             time_limit=flavour.time_limit if flavour else None,
         )

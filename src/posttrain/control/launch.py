@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.control import budgets, jobs as environments
-from posttrain.control.decide import View, hold_back, phase_seconds, stall_after
+from posttrain.control.decide import View, hold_back, nodes_to_avoid, phase_seconds, stall_after
 from posttrain.control.jobs import AttemptFolders, Jobs, secrets_of_rewards, spec_of
 from posttrain.control.stores import Stores
 from posttrain.data.catalog import external_versions, local_copy
@@ -345,7 +345,8 @@ def launch_attempt(
             f"{jobs.folders.root}: no longer exists; if the workspace was moved, drive it from its new folder"
         )
     _lay_down(executor, folder, order)
-    spec = spec_of(jobs, attempt, order, trainer, manifest.stage(stage.name))
+    avoid = nodes_to_avoid(view.tries(stage.name))
+    spec = spec_of(jobs, attempt, order, trainer, manifest.stage(stage.name), avoid)
     if jobs.access is not None and executor.remote:
         spec = replace(spec, bootstrap=jobs.access.bootstrap(attempt))
     elif jobs.access is not None:

@@ -44,7 +44,9 @@ worker; the job's one-line error contains the note.
 
 import difflib
 import errno
+import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import ClassVar
@@ -241,6 +243,45 @@ class FailureClass(StrEnum):
     def error(self) -> type[PosttrainError]:
         """The error (and so the exit code) of a run whose stage failed for this reason."""
         return _ERRORS.get(self, JobFailedError)
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Lines by which drivers and libraries report a failure in a job's log."""
+
+    name: str
+    meaning: str
+    kind: FailureClass
+    pattern: re.Pattern[str]
+    of_node: bool = False  # whether another node is the remedy
+
+
+TRACES = (
+    Trace(
+        "cuda_out_of_memory", "a GPU has no memory left", FailureClass.OUT_OF_MEMORY,
+        re.compile(r"(CUDA|HIP) (error: )?out of memory|OutOfMemoryError: (CUDA|HIP)"),
+    ),
+    Trace(
+        "disk_full", "a disk of the node is full", FailureClass.DISK_FULL,
+        re.compile(r"No space left on device|Disk quota exceeded"),
+    ),
+    Trace(
+        "gpu_fault", "a GPU of the node is faulty", FailureClass.INFRASTRUCTURE,
+        re.compile(r"NVRM: Xid|uncorrectable ECC error|GPU has fallen off the bus|CUDA error: unspecified launch fail"),
+        of_node=True,
+    ),
+    Trace(
+        "nccl", "communication among GPUs failed or hung", FailureClass.INFRASTRUCTURE,
+        re.compile(r"ncclSystemError|ncclRemoteError|ncclInternalError|Watchdog caught collective operation timeout"),
+    ),
+)  # fmt: skip
+
+
+def trace_in(text: str) -> Trace | None:
+    """Return the kind of failure that a text reports last; None: none that is known."""
+    found = [(max((one.end() for one in trace.pattern.finditer(text)), default=-1), trace) for trace in TRACES]
+    end, trace = max(found, key=lambda item: item[0])
+    return trace if end >= 0 else None
 
 
 _ERRORS: Mapping[FailureClass, type[PosttrainError]] = {

@@ -31,6 +31,9 @@ NO_MEMORY, NO_SPACE = 71, 74  # exit codes of a job without memory or disk space
 ANOTHER_RUNS = 73  # exit code if another process began the attempt, or none may begin it (EX_CANTCREAT)
 
 
+NODE_FAILED = 75  # exit code of an agent that could not run its job because of its node or store (EX_TEMPFAIL)
+
+
 def shaped(form: Callable[..., T], raw: Mapping[str, Any]) -> T:
     """Return the dataclass `form` with these fields. Elements of lists are not checked, since there may be millions.
 

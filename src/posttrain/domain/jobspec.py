@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+from posttrain.domain.canonical import DIGEST_PREFIX, digest_bytes
 from posttrain.domain.errors import InputError
 
 SPEC_SCHEMA = 1
@@ -51,6 +52,11 @@ class JobRef:
     def folder_below(self, runs: Path) -> Path:
         """Return the attempt's folder on this machine: the mailbox, or RUN/STAGE/NUMBER below `runs`."""
         return self.folder or runs.joinpath(*self.mailbox.rsplit("/", 3)[1:])
+
+
+def external_name(job: JobRef) -> str:
+    """Return a job's name on a cluster that several workspaces share: that of its attempt, and of its mailbox."""
+    return f"{job.name}.pt-{digest_bytes(job.mailbox.encode()).removeprefix(DIGEST_PREFIX)[:12]}"
 
 
 def secret_fault(name: str) -> str:
@@ -106,6 +112,7 @@ class JobSpec(JobRef):
     epoch: int = 0  # number that grows with each attempt of a stage
     options: Mapping[str, str] = field(default_factory=dict)  # words of the cluster's queue: {"partition": "gpu"}
     python: tuple[str, ...] = ()  # words that run Python on a node; empty: the executor's
+    avoid: tuple[str, ...] = ()  # nodes on which the job must not run
     time_limit: float | None = None  # seconds of one start on these nodes; reaching it is a preemption
     bootstrap: str = field(default="", repr=False)  # POSTTRAIN_BOOTSTRAP of the agent of a server's job; never stored
 
@@ -148,7 +155,7 @@ class JobSpec(JobRef):
             )
         known = {key: item for key, item in value.items() if key != "schema"}
         gang = tuple(PodGroup(**group) for group in known.pop("gang"))
-        words = {name: tuple(known.get(name, ())) for name in ("secrets", "python")}
+        words = {name: tuple(known.get(name, ())) for name in ("secrets", "python", "avoid")}
         return cls(**{**known, "mailbox": mailbox, "gang": gang, **words})
 
 

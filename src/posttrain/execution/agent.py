@@ -44,7 +44,7 @@ from posttrain.domain.errors import (
     PosttrainError,
     is_full,
 )
-from posttrain.domain.jobs import ANOTHER_RUNS, Failure, JobOrder, JobResult
+from posttrain.domain.jobs import ANOTHER_RUNS, NODE_FAILED, Failure, JobOrder, JobResult
 from posttrain.domain.jobspec import JobSpec
 from posttrain.domain.ports import BlobStore
 from posttrain.execution import processes
@@ -588,7 +588,8 @@ def main() -> None:
         code = agent.run()
     except PosttrainError as error:
         print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(error.exit_code) from error
+        passes = isinstance(error, InfrastructureError) and not isinstance(error, RefusedError)
+        raise SystemExit(NODE_FAILED if passes else error.exit_code) from error
     if code < 0:  # the scheduler sees how the job ended
         signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)

@@ -1,8 +1,10 @@
 """The two ports of the execution plane: where a job runs (`Executor`) and what the job is (`Trainer`)."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
 
+from posttrain.domain.errors import InfrastructureError
 from posttrain.domain.jobs import (
     Capacity,
     JobCommand,
@@ -15,6 +17,9 @@ from posttrain.domain.jobs import (
 from posttrain.domain.jobspec import JobRef, JobSpec, Listed
 from posttrain.domain.kinds import StageContract
 from posttrain.store.attempts import AttemptFolder
+
+T = TypeVar("T")
+_PAUSE_SECONDS = 30.0
 
 
 class Executor(Protocol):
@@ -68,6 +73,10 @@ class Executor(Protocol):
         Such jobs have access only to their own folder and to the paths that their order names.
         """
 
+    @property
+    def avoids(self) -> bool:
+        """Whether a spec may name nodes on which its job must not run; false: such a spec is rejected."""
+
     def submit(self, spec: JobSpec) -> Submission:
         """Create the job with the spec's name, or find the existing job.
 
@@ -105,6 +114,27 @@ class Executor(Protocol):
         Raises:
             InfrastructureError: the devices cannot be read.
         """
+
+
+class Patience:
+    """Asks a back-end that may not answer; after a request without an answer, nothing is asked for a while."""
+
+    def __init__(self, name: str) -> None:
+        self._name, self._until = name, 0.0
+
+    def ask(self, request: Callable[[], T], seconds: float) -> T:
+        """Return the answer to a request, which raises TimeoutError after `seconds`.
+
+        Raises:
+            InfrastructureError: there was no answer, now or a moment ago.
+        """
+        if (left := self._until - time.monotonic()) > 0:
+            raise InfrastructureError(f"executor {self._name} does not answer; asking again in {left:.0f} s")
+        try:
+            return request()
+        except TimeoutError as error:
+            self._until = time.monotonic() + _PAUSE_SECONDS
+            raise InfrastructureError(f"executor {self._name} did not answer within {seconds:g} s") from error
 
 
 class Trainer(Protocol):

@@ -41,6 +41,7 @@ from posttrain.domain.errors import (
     PosttrainError,
     WorkspaceError,
     is_full,
+    trace_in,
     worker_of,
 )
 from posttrain.domain.jobs import (
@@ -316,9 +317,12 @@ def _class_of(error: BaseException) -> FailureClass:
         return FailureClass.DISK_FULL
     if isinstance(error, OSError) and error.errno in _BROKEN:
         return FailureClass.INFRASTRUCTURE
+    trace = trace_in(str(error)) if type(error) is RuntimeError or _of_torch(error) else None
+    if trace is not None:
+        return trace.kind
     lacks = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
     kind, library = type(error), type(error).__module__.partition(".")[0]
-    said = (kind is RuntimeError or library == "torch") and _NO_ROOM.match(str(error))
+    said = (kind is RuntimeError or _of_torch(error)) and _NO_ROOM.match(str(error))
     if lacks or said or (kind.__name__ == "OutOfMemoryError" and library in _MEMORY):
         return FailureClass.OUT_OF_MEMORY
     classes: Mapping[type[BaseException], FailureClass] = {
@@ -332,6 +336,10 @@ def _class_of(error: BaseException) -> FailureClass:
         InfrastructureError: FailureClass.INFRASTRUCTURE,
     }
     return next((kind for base, kind in classes.items() if isinstance(error, base)), FailureClass.BUG)
+
+
+def _of_torch(error: BaseException) -> bool:
+    return type(error).__module__.partition(".")[0] == "torch"
 
 
 def _one_line(error: BaseException) -> str:

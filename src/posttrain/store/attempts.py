@@ -61,6 +61,7 @@ from posttrain.store.atomic import (
     its_doing,
     look_over,
     make_folder,
+    open_plain,
     read_json,
     read_untrusted,
     taken,
@@ -70,6 +71,7 @@ from posttrain.store.mailbox import EVENTS, METER, SAMPLES, ControlKind, Mailbox
 from posttrain.store.mailboxes.folder import FolderObjects
 from posttrain.store.trees import file_digest, put_tree
 
+TAIL = 64 << 10  # bytes at the end of a log that are searched for known failures
 _METER_BYTES = 64  # two numbers
 _DIGITS = 16  # digits of a step's number
 LOCK, CLAIM = "supervisor.lock", "supervisor.json"
@@ -128,6 +130,13 @@ class AttemptFolder:
 
             return Mailbox(ServedObjects(self.path))
         return mailbox_at(url or self.path.absolute().as_uri())
+
+    def tail(self) -> str:
+        """Return the end of the job's output."""
+        with suppress(FileNotFoundError, IntegrityError), open_plain(self.log) as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL))
+            return file.read(TAIL).decode("utf-8", "replace")
+        return ""
 
     def write_order(self, order: JobOrder) -> None:
         """Create the folder and write its `job.json`.

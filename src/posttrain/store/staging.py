@@ -38,7 +38,7 @@ from posttrain.domain.errors import ConflictError, InputError, IntegrityError, N
 from posttrain.domain.jobs import JobOrder, LogPage, Output, count
 from posttrain.domain.ports import BlobStore
 from posttrain.store.atomic import files_below, look_over, open_plain
-from posttrain.store.attempts import AttemptFolder, StoredCheckpoint, spending
+from posttrain.store.attempts import TAIL, AttemptFolder, StoredCheckpoint, spending
 from posttrain.store.blobs import ObjectBlobs, answering, backend_of
 from posttrain.store.direct import LARGE
 from posttrain.store.mailbox import ORDER, OUTPUTS, PARTS, Mailbox, refuse
@@ -359,6 +359,13 @@ class StagedAttempt(AttemptFolder):
     def read_order(self) -> JobOrder:
         """See `AttemptFolder.read_order`."""
         return self._order_of(self.mailbox.document(ORDER))
+
+    def tail(self) -> str:
+        """See `AttemptFolder.tail`."""
+        begun, pieces = max(0, self.mailbox.log_end() - TAIL), b""
+        while piece := self.mailbox.logged(begun + len(pieces)):
+            pieces += piece
+        return pieces.decode("utf-8", "replace")
 
     def metered(self) -> int | None:
         """See `AttemptFolder.metered`."""

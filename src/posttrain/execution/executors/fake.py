@@ -77,7 +77,7 @@ class FakeExecutor:
         self.launched: list[JobSpec] = []  # each job once, in order
         self.cancelled: list[str] = []  # names of live jobs that were killed
         self.room = Capacity()
-        self.images = False  # set by tests
+        self.images = self.avoids = False  # set by tests
         self.hostility = hostility or Hostility()
         self._on_launch = on_launch
         self._jobs: dict[str, list[_Job]] = {}

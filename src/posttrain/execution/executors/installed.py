@@ -64,6 +64,12 @@ class InstalledExecutor:
         with self._asked("images") as made:
             return bool(getattr(made, "images", False))
 
+    @property
+    def avoids(self) -> bool:
+        """See `Executor.avoids`; False by default."""
+        with self._asked("avoids") as made:
+            return bool(getattr(made, "avoids", False))
+
     def submit(self, spec: JobSpec) -> Submission:
         """See `Executor.submit`."""
         plugin, made = self._load()

@@ -23,7 +23,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import ClassVar
 
-from posttrain.domain.canonical import digest_bytes
 from posttrain.domain.errors import InfrastructureError, InputError, PosttrainError
 from posttrain.domain.flavours import ExecutorSettings
 from posttrain.domain.jobs import (
@@ -38,15 +37,15 @@ from posttrain.domain.jobs import (
     Submission,
     Unknown,
 )
-from posttrain.domain.jobspec import JobRef, JobSpec, Listed
+from posttrain.domain.jobspec import JobRef, JobSpec, Listed, external_name
 from posttrain.execution import processes
+from posttrain.execution.ports import Patience
 from posttrain.store.attempts import mailbox_at
 from posttrain.store.mailbox import RAN
 from posttrain.store.staging import relayed_log
 
 _SECONDS = 20.0  # for which an answer is awaited
 _SUBMIT_SECONDS = 40.0
-_PAUSE_SECONDS = 30.0  # after an unanswered request, for which nothing is asked
 _NO_PYTHON = (126, 127)  # exit codes of a shell that cannot run a command
 _WARNING_SECONDS = 300  # at most; before a time limit, for a checkpoint
 _PORTS = 20000  # beginning of the range of ports of Ray's heads
@@ -67,7 +66,7 @@ _ENDED: Mapping[str, Cause | None] = {
     "BOOT_FAIL": Cause.NODE_LOST,
 }
 # refusals of a controller that did not take the job; of any other failure the outcome is unknown
-_REFUSED = re.compile(r"(?:Batch job submission failed|sbatch: error): (?P<why>.*)")
+_REFUSED = re.compile(r"sbatch: error: (?:Batch job submission failed: )?(?P<why>.*)")
 _NO_ANSWER = re.compile(r"timed out|unable to contact|connect|transport|communication|temporar", re.IGNORECASE)
 _BY_CONFIGURATION = re.compile(r"invalid|unrecognized|not available|violates|not permitted|denied", re.IGNORECASE)
 
@@ -101,17 +100,18 @@ class SlurmExecutor:
     remote: ClassVar[bool] = True
     attests: ClassVar[bool] = False
     idempotent: ClassVar[bool] = False
+    avoids: ClassVar[bool] = True
 
     def __init__(self, name: str, settings: ExecutorSettings) -> None:
         self.name, self.images = name, settings.container is not None
         self._settings = settings
         self._missing: dict[str, float] = {}  # job → since when no answer contained it
-        self._quiet_until = 0.0
+        self._patience = Patience(name)
 
     def submit(self, spec: JobSpec) -> Submission:
         """See `Executor.submit`. The handle is Slurm's number of the job."""
         self._refuse(spec)
-        key = _key(spec)
+        key = external_name(spec)
         self._missing.pop(key, None)
         look = f"squeue --noheader --states=all --user=$(id -u) --name={shlex.quote(key)} --Format='JobID:|' </dev/null"
         text = (
@@ -140,11 +140,11 @@ class SlurmExecutor:
         for row in self._rows():
             found.setdefault(row.key, []).append(row)
         now = time.monotonic()
-        return [self._observed(job, found.get(_key(job), []), now) for job in jobs]
+        return [self._observed(job, found.get(external_name(job), []), now) for job in jobs]
 
     def kill(self, job: JobRef) -> None:
         """See `Executor.kill`. Slurm sends SIGTERM, and SIGKILL after its KillWait."""
-        self._ask(f"scancel --user=$(id -u) --name={shlex.quote(_key(job))}")
+        self._ask(f"scancel --user=$(id -u) --name={shlex.quote(external_name(job))}")
 
     def list(self, prefix: str) -> list[Listed]:
         """See `Executor.list`."""
@@ -165,10 +165,10 @@ class SlurmExecutor:
 
     def _observed(self, job: JobRef, rows: Sequence[_Row], now: float) -> Observation:
         if not rows:
-            since = self._missing.setdefault(_key(job), now)
+            since = self._missing.setdefault(external_name(job), now)
             sure = now - since >= self._settings.settle  # a submission may be under way
             return Observation(JobState.UNKNOWN, absent=Absence.AUTHORITATIVE if sure else Absence.NOT_VISIBLE_YET)
-        self._missing.pop(_key(job), None)
+        self._missing.pop(external_name(job), None)
         row = next((one for one in rows if one.live), rows[0])
         seconds = _ran(job, row)
         here = {"incarnation": row.restarts, "handle": str(row.id), "node": row.node}
@@ -261,29 +261,32 @@ class SlurmExecutor:
         Raises:
             InfrastructureError: there was no complete answer, or the command failed.
         """
-        if (left := self._quiet_until - time.monotonic()) > 0:
-            raise InfrastructureError(f"executor {self.name} does not answer; asking again in {left:.0f} s")
         mark, prefix = secrets.token_hex(12), self._settings.command or ("sh", "-c")
-        whole = f"LC_ALL=C; export LC_ALL; echo {mark}; ( {text} ); echo; echo {mark} $?"
+        whole = f"LC_ALL=C; export LC_ALL; echo {mark}; ( {text} ); code=$?; echo; echo {mark} $code."
+
+        def answer() -> subprocess.CompletedProcess[bytes]:
+            try:
+                return subprocess.run(
+                    [*prefix, f"exec sh -c {shlex.quote(whole)}"], input=given.encode(), capture_output=True,
+                    timeout=seconds, check=False, env=processes.without_keys(os.environ),
+                )  # fmt: skip
+            except subprocess.TimeoutExpired as error:
+                raise TimeoutError from error
+
         try:
-            done = subprocess.run(
-                [*prefix, f"exec sh -c {shlex.quote(whole)}"], input=given.encode(), capture_output=True,
-                timeout=seconds, check=False, env=processes.without_keys(os.environ),
-            )  # fmt: skip
-        except subprocess.TimeoutExpired as error:
-            self._quiet_until = time.monotonic() + _PAUSE_SECONDS
-            raise InfrastructureError(f"executor {self.name} did not answer within {seconds:g} s") from error
+            done = self._patience.ask(answer, seconds)
         except OSError as error:
             raise InfrastructureError(f"executor {self.name}: {prefix[0]} cannot be run: {error.strerror}") from error
         out, said = done.stdout.decode(errors="replace"), " ".join(done.stderr.decode(errors="replace").split())
         _, begun, rest = out.partition(f"{mark}\n")
         body, ended, status = rest.rpartition(f"\n{mark} ")
-        if not (begun and ended and status.strip().isdigit()):
+        code = re.fullmatch(r"(\d+)\.\s*", status)  # a status that is cut off has no full stop
+        if not (begun and ended and code):
             raise InfrastructureError(
                 f"executor {self.name}: the answer was cut off: {said[-300:] or 'no reason given'}"
             )
-        if int(status):
-            raise InfrastructureError(f"executor {self.name}: {said[-300:] or f'exit code {status.strip()}'}")
+        if int(code[1]):
+            raise InfrastructureError(f"executor {self.name}: {said[-300:] or f'exit code {code[1]}'}")
         return body
 
 
@@ -295,11 +298,6 @@ srun --overlap --nodes=1 --ntasks=1 --nodelist="$head" {python} -m ray.scripts.s
 --node-ip-address="$head" --port="${{RAY_ADDRESS##*:}}" &
 srun --overlap --nodes={rest} --ntasks={rest} --exclude="$head" {python} -m ray.scripts.scripts start --block \
 --address="$RAY_ADDRESS" &"""
-
-
-def _key(job: JobRef) -> str:
-    """Return Slurm's name for a job: that of its attempt, and a digest of its mailbox."""
-    return f"{job.name}.pt-{digest_bytes(job.mailbox.encode()).partition(':')[2][:12]}"
 
 
 def _options(spec: JobSpec, key: str) -> list[str]:
@@ -319,6 +317,7 @@ def _options(spec: JobSpec, key: str) -> list[str]:
         "cpus-per-task": str(pods.cpus or 1),
         **({"mem": f"{-(-pods.memory // 2**20)}M"} if pods.memory else {}),
         **({"gres": f"gpu:{f'{pods.kind}:' if pods.kind else ''}{pods.gpus}"} if pods.gpus else {}),
+        **({"exclude": ",".join(spec.avoid)} if spec.avoid else {}),
         **spec.options,
     }
     if named:

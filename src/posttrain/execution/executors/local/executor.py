@@ -57,6 +57,7 @@ class LocalExecutor:
     remote: ClassVar[bool] = False
     attests: ClassVar[bool] = True
     idempotent: ClassVar[bool] = True
+    avoids: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -205,6 +206,7 @@ def refuse_elsewhere(spec: JobSpec, own: Mapping[str, str] | None = None, *, ima
         f"{group.kind} as its kind of GPU": bool(group.kind),
         f"{group.topology} as its topology": bool(group.topology),
         f"image {spec.image}": bool(spec.image) and not images,
+        "a queue of a cluster": bool(spec.options or spec.python or spec.avoid or spec.time_limit),
     }
     if what := next((what for what, asked in wanted.items() if asked), ""):
         raise InputError(f"job {spec.name} requests {what}; {here}: request less, or use another executor")
