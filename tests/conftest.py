@@ -24,6 +24,7 @@ from typer.main import get_command
 from cpu_seconds import CpuSeconds
 from postgres_server import MissingError, Server
 from posttrain.store import database
+from ray_cluster import Cluster as RayCluster
 from slurm_cluster import Cluster as SlurmCluster
 
 settings.register_profile("posttrain", deadline=None, derandomize=bool(os.environ.get("CI")))
@@ -220,6 +221,21 @@ def postgres_ledger(postgres: Server) -> Iterator[str]:
     address = postgres.create()
     yield address
     postgres.drop(address)
+
+
+@pytest.fixture(scope="session")
+def ray_nodes() -> Iterator[RayCluster]:
+    """A Ray cluster of two nodes."""
+    with RayCluster() as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def ray_cluster(ray_nodes: RayCluster, monkeypatch: pytest.MonkeyPatch) -> RayCluster:
+    """The cluster, whose token clients of this process have."""
+    for name, value in ray_nodes.environment.items():
+        monkeypatch.setenv(name, value)
+    return ray_nodes
 
 
 @pytest.fixture(scope="session")

@@ -164,7 +164,7 @@ class Cluster:
             return False
 
     def _configure(self) -> None:
-        ports = dict(zip(("port", *NODES), _free_ports(3), strict=True))
+        ports = dict(zip(("port", *NODES), free_ports(3), strict=True))
         words = {"host": socket.gethostname().partition(".")[0], "folder": self.folder, "age": self._age, **ports}
         (self.folder / "slurm.conf").write_text(_CONFIGURATION.format(**words))
         (self.folder / "gres.conf").write_text(_DEVICES)
@@ -217,7 +217,8 @@ def _program(name: str) -> str | None:
     return shutil.which(name, path=f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin")
 
 
-def _free_ports(many: int) -> list[int]:
+def free_ports(many: int) -> list[int]:
+    """Return ports on loopback that nothing uses now."""
     found = [socket.socket() for _ in range(many)]
     for one in found:
         one.bind(("127.0.0.1", 0))

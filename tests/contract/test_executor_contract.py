@@ -39,10 +39,12 @@ from posttrain.execution.executors.fake import FakeExecutor, Hostility
 from posttrain.execution.executors.local import executor as local
 from posttrain.execution.executors.local.executor import LocalExecutor
 from posttrain.execution.executors.local.supervisor import Limit
+from posttrain.execution.executors.ray import RayExecutor
 from posttrain.execution.executors.slurm import SlurmExecutor
 from posttrain.execution.ports import Executor
 from posttrain.store.attempts import AttemptFolder, mailbox_at
 from posttrain.store.mailbox import ORDER, REQUEST
+from ray_cluster import Cluster as RayCluster
 from slurm_cluster import Cluster as SlurmCluster
 
 HERE = Path(__file__).parent
@@ -154,7 +156,7 @@ class FarHarness:
         return found[0]
 
 
-class LedSlurm(SlurmExecutor):
+class _Led:
     """The driver's part, as `Led`."""
 
     store = ""
@@ -163,37 +165,26 @@ class LedSlurm(SlurmExecutor):
         mailbox = mailbox_at(spec.mailbox)
         mailbox.replace(ORDER, JobOrder(spec.name, "train", 0, {}, {}, self.store, "", epoch=spec.epoch).to_json())
         mailbox.once(REQUEST, spec.to_json())
-        return super().submit(spec)
+        return super().submit(spec)  # type: ignore[misc,no-any-return]
 
 
-class SlurmHarness:
-    """Two nodes of a Slurm cluster, which share no more with the driver than a mailbox and a store."""
+class LedSlurm(_Led, SlurmExecutor): ...
 
-    def __init__(self, cluster: SlurmCluster, root: Path) -> None:
-        self.cluster, self._scratch = cluster, root / "scratch"
-        python = ("env", f"POSTTRAIN_SCRATCH={self._scratch}", sys.executable)
-        self.slurm = LedSlurm("slurm-a", ExecutorSettings(kind="slurm", python=python, settle=SETTLES))
-        self.slurm.store = (root / "store").as_uri()
-        self.executor: Executor = self.slurm
+
+class LedRay(_Led, RayExecutor): ...
+
+
+class NodesHarness:
+    """Two nodes of a cluster, which share no more with the driver than a mailbox and a store."""
+
+    def __init__(self, executor: Executor, root: Path) -> None:
+        self.executor, self._scratch = executor, root / "scratch"
 
     def finish(self, spec: JobSpec, code: int) -> None:
         folder = self._folder(spec)
         (folder / "going").write_text(str(code))
         (folder / "going").rename(folder / "go")
         wait_until(lambda: look(self.executor, spec).state == JobState.EXITED)
-
-    def lose(self, spec: JobSpec) -> None:
-        wait_until((self._folder(spec) / "ready").exists)
-        seen = look(self.executor, spec)
-        self.cluster.ask("scontrol", "update", f"JobId={seen.handle}", "Requeue=0")
-        self.cluster.lose(seen.node)
-        wait_until(lambda: look(self.executor, spec).state == JobState.LOST)
-        self.cluster.start(seen.node)
-        wait_until(lambda: "idle" in self.cluster.ask("sinfo", "--noheader", "-n", seen.node, "-o", "%T"))
-
-    def starts(self, spec: JobSpec) -> int:
-        words = ("squeue", "-h", "--states=all", f"--name={external_name(spec)}", "-o", "%i")
-        return len(self.cluster.ask(*words).split())
 
     def log(self, spec: JobSpec) -> Path:
         return self._folder(spec) / "log.txt"
@@ -210,6 +201,49 @@ class SlurmHarness:
 
         wait_until(its)
         return found[0]
+
+
+def _node_python(root: Path) -> dict[str, Any]:
+    return {"python": ("env", f"POSTTRAIN_SCRATCH={root / 'scratch'}", sys.executable), "settle": SETTLES}
+
+
+class SlurmHarness(NodesHarness):
+    def __init__(self, cluster: SlurmCluster, root: Path) -> None:
+        executor = LedSlurm("slurm-a", ExecutorSettings(kind="slurm", **_node_python(root)))
+        executor.store = (root / "store").as_uri()
+        super().__init__(executor, root)
+        self.cluster = cluster
+
+    def lose(self, spec: JobSpec) -> None:
+        wait_until((self._folder(spec) / "ready").exists)
+        seen = look(self.executor, spec)
+        self.cluster.ask("scontrol", "update", f"JobId={seen.handle}", "Requeue=0")
+        self.cluster.lose(seen.node)
+        wait_until(lambda: look(self.executor, spec).state == JobState.LOST)
+        self.cluster.start(seen.node)
+        wait_until(lambda: "idle" in self.cluster.ask("sinfo", "--noheader", "-n", seen.node, "-o", "%T"))
+
+    def starts(self, spec: JobSpec) -> int:
+        words = ("squeue", "-h", "--states=all", f"--name={external_name(spec)}", "-o", "%i")
+        return len(self.cluster.ask(*words).split())
+
+
+class RayHarness(NodesHarness):
+    def __init__(self, cluster: RayCluster, root: Path) -> None:
+        executor = LedRay("ray-b", ExecutorSettings(kind="ray", address=cluster.address, **_node_python(root)))
+        executor.store = (root / "store").as_uri()
+        super().__init__(executor, root)
+        self.cluster = cluster
+
+    def lose(self, spec: JobSpec) -> None:
+        wait_until((self._folder(spec) / "ready").exists)
+        node = self.cluster.node_of(spec.mailbox)
+        self.cluster.lose(node)
+        wait_until(lambda: look(self.executor, spec).state == JobState.LOST)
+        self.cluster.start(node)
+
+    def starts(self, spec: JobSpec) -> int:
+        return 1 if look(self.executor, spec).state is not JobState.UNKNOWN else 0
 
 
 class FakeHarness:
@@ -324,9 +358,12 @@ def podman(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Podman]:
 BOXED = pytest.param("boxed", marks=pytest.mark.containers)
 FAR = pytest.param("far", marks=pytest.mark.slow)  # an agent and a job for each case
 SLURM = pytest.param("slurm", marks=pytest.mark.slurm)
+RAY = pytest.param("ray", marks=pytest.mark.ray)
 
 
-@pytest.fixture(params=["local", "forked", FAR, "fake", "lose_answers", "lose_requests", "late_requests", BOXED, SLURM])
+@pytest.fixture(
+    params=["local", "forked", FAR, "fake", "lose_answers", "lose_requests", "late_requests", BOXED, SLURM, RAY]
+)
 def harness(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Harness:
     if request.param == "fake":
         return FakeHarness()
@@ -334,6 +371,8 @@ def harness(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
         return FarHarness(tmp_path / "node")
     if request.param == "slurm":
         return SlurmHarness(request.getfixturevalue("slurm"), tmp_path / "node")
+    if request.param == "ray":
+        return RayHarness(request.getfixturevalue("ray_cluster"), tmp_path / "node")
     if request.param == "boxed":
         found = request.getfixturevalue("podman")
         for name, value in found.variables.items():

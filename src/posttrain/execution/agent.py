@@ -60,7 +60,7 @@ from posttrain.store.blobs import ObjectBlobs, open_blobs
 from posttrain.store.mailbox import EVENTS, ORDER, RAN, REQUEST, SAMPLES, ControlKind, Mailbox
 from posttrain.store.mailboxes.served import ServedObjects
 from posttrain.store.retries import Bootstrap, RefusedError
-from posttrain.store.staging import PartObjects, ServedParts, StoredParts, Uploads, fetch_checkpoint
+from posttrain.store.staging import PartObjects, ServedParts, StoredParts, Uploads, fetch_checkpoint, seconds_ran
 from posttrain.store.trees import materialise, scratch
 
 PROBE = "posttrain.execution.agent"  # the module of a job that reports what it finds on its node
@@ -352,7 +352,7 @@ class Agent:
             source = blobs if not own.has(order.resume) else own
             materialise(source, order.resume, cache)
             own.put(source.get(order.resume))
-        metered, ran = spending(outside.metered()), float((outside.document(RAN) or {}).get("seconds", 0.0))
+        metered, ran = spending(outside.metered()), seconds_ran(outside) or 0.0
         spent = max(0, (metered or 0) - order.tokens_inherited)
         left = None if order.token_allowance is None else order.token_allowance - spent
         seconds = None if order.seconds_allowance is None else order.seconds_allowance - ran
@@ -403,6 +403,7 @@ class Agent:
         if (step := relay.newest()) is not None:
             relay.stage(step, uploads)
         relay.up()
+        relay.down()
         try:
             result = attempt.read_result()
         except IntegrityError as error:

@@ -41,7 +41,7 @@ from posttrain.store.atomic import files_below, look_over, open_plain
 from posttrain.store.attempts import TAIL, AttemptFolder, StoredCheckpoint, spending
 from posttrain.store.blobs import ObjectBlobs, answering, backend_of
 from posttrain.store.direct import LARGE
-from posttrain.store.mailbox import ORDER, OUTPUTS, PARTS, Mailbox, refuse
+from posttrain.store.mailbox import ORDER, OUTPUTS, PARTS, RAN, Mailbox, refuse
 from posttrain.store.retries import (
     PARTS as PARTS_PATH,
     PATIENCE,
@@ -448,6 +448,14 @@ def relayed_log(mailbox: Mailbox, cursor: int = 0) -> LogPage:
         with suppress(UnicodeDecodeError):
             return LogPage(data[: len(data) - dropped].decode("utf-8"), cursor + len(data) - dropped)
     return LogPage(data.decode("utf-8", errors="replace"), cursor + len(data))
+
+
+def seconds_ran(mailbox: Mailbox) -> float | None:
+    """Return the seconds that all incarnations of an agent's job ran, as the agent reported; None: no report."""
+    with suppress(PosttrainError, TypeError, ValueError):
+        kept = mailbox.document(RAN)
+        return None if kept is None else duration(kept.get("seconds"))
+    return None
 
 
 def checkpoint_key(step: int) -> str:

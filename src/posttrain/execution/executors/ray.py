@@ -34,7 +34,7 @@ from posttrain.domain.jobs import (
 from posttrain.domain.jobspec import RUN, STAGE, WORKSPACE, JobRef, JobSpec, Listed, external_name
 from posttrain.execution.ports import Patience
 from posttrain.store.attempts import mailbox_at
-from posttrain.store.staging import relayed_log
+from posttrain.store.staging import relayed_log, seconds_ran
 
 if TYPE_CHECKING:
     from ray.job_submission import JobDetails, JobSubmissionClient
@@ -110,7 +110,7 @@ class RayExecutor:
     def observe(self, jobs: Sequence[JobRef]) -> list[Observation]:
         """See `Executor.observe`."""
         found, now = self._jobs(), time.monotonic()
-        return [self._observed(external_name(job), found, now) for job in jobs]
+        return [self._observed(job, external_name(job), found, now) for job in jobs]
 
     def kill(self, job: JobRef) -> None:
         """See `Executor.kill`. Ray sends SIGTERM, and SIGKILL some seconds later."""
@@ -141,19 +141,17 @@ class RayExecutor:
         """Return the jobs of the cluster by id, as it keeps them."""
         return {str(job.submission_id): job for job in self._ask(lambda client: client.list_jobs())}
 
-    def _observed(self, key: str, jobs: dict[str, JobDetails], now: float) -> Observation:
+    def _observed(self, ref: JobRef, key: str, jobs: dict[str, JobDetails], now: float) -> Observation:
         job = jobs.get(key)
         if job is None:
             sure = now - self._missing.setdefault(key, now) >= self._settings.settle  # a submission may be under way
             return Observation(JobState.UNKNOWN, absent=Absence.AUTHORITATIVE if sure else Absence.NOT_VISIBLE_YET)
         self._missing.pop(key, None)
-        begun, ended = job.start_time, job.end_time
-        seconds = None if begun is None else max(0.0, (ended or time.time() * 1000) - begun) / 1000
+        status, said = str(job.status), " ".join(str(job.message or "").split())[:200]
+        seconds = None if status == "PENDING" else seconds_ran(mailbox_at(ref.mailbox))  # Ray counts time in its queue
         here: dict[str, Any] = {"handle": key, "node": str(job.driver_node_id or "")[:12], "seconds": seconds}
-        said = " ".join(str(job.message or "").split())[:200]
-        status = str(job.status)
         if status == "PENDING":
-            return Observation(JobState.STARTING, detail=f"queued by {self.name}: {said}", **{**here, "seconds": None})
+            return Observation(JobState.STARTING, detail=f"queued by {self.name}: {said}", **here)
         if status == "RUNNING":
             return Observation(JobState.RUNNING, **here)
         if status == "SUCCEEDED":

@@ -19,11 +19,10 @@ import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import ClassVar
 
-from posttrain.domain.errors import InfrastructureError, InputError, PosttrainError
+from posttrain.domain.errors import InfrastructureError, InputError
 from posttrain.domain.flavours import ExecutorSettings
 from posttrain.domain.jobs import (
     Absence,
@@ -41,8 +40,7 @@ from posttrain.domain.jobspec import JobRef, JobSpec, Listed, external_name
 from posttrain.execution import processes
 from posttrain.execution.ports import Patience
 from posttrain.store.attempts import mailbox_at
-from posttrain.store.mailbox import RAN
-from posttrain.store.staging import relayed_log
+from posttrain.store.staging import relayed_log, seconds_ran
 
 _SECONDS = 20.0  # for which an answer is awaited
 _SUBMIT_SECONDS = 40.0
@@ -333,10 +331,7 @@ def _ran(job: JobRef, row: _Row) -> float | None:
     """Return the seconds that all incarnations ran; Slurm counts those of the last."""
     if not row.restarts:
         return row.seconds if row.seconds or row.state not in (*_QUEUED, "CANCELLED") else None
-    with suppress(PosttrainError):
-        kept = mailbox_at(job.mailbox).document(RAN) or {}
-        return max(row.seconds, float(kept.get("seconds", 0.0)))
-    return row.seconds
+    return max(row.seconds, seconds_ran(mailbox_at(job.mailbox)) or 0.0)
 
 
 def _span(text: str) -> float:
