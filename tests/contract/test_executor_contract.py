@@ -359,6 +359,7 @@ BOXED = pytest.param("boxed", marks=pytest.mark.containers)
 FAR = pytest.param("far", marks=pytest.mark.slow)  # an agent and a job for each case
 SLURM = pytest.param("slurm", marks=pytest.mark.slurm)
 RAY = pytest.param("ray", marks=pytest.mark.ray)
+REAL = (BOXED, SLURM, RAY)
 
 
 @pytest.fixture(

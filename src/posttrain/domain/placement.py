@@ -166,6 +166,11 @@ class Placement(Frozen):
         found = {role: getattr(self, role) for role in ROLES} | (self.model_extra or {})
         return {role: given for role, given in found.items() if given is not None}
 
+    def of_any_kind(self) -> Placement:
+        """Return this placement without kinds, for nodes that are all of the requested kind."""
+        resources = {name: self.collocated for name in (COLLOCATED,) if self.collocated is not None} | self.placed
+        return self.model_copy(update={name: one.model_copy(update={"kind": None}) for name, one in resources.items()})
+
     @property
     def is_inline(self) -> bool:
         """Whether one process is enough for all models: a single pool of one rank.

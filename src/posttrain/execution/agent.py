@@ -44,7 +44,7 @@ from posttrain.domain.errors import (
     PosttrainError,
     is_full,
 )
-from posttrain.domain.jobs import ANOTHER_RUNS, NODE_FAILED, Failure, JobOrder, JobResult
+from posttrain.domain.jobs import ANOTHER_RUNS, GANG, NODE_FAILED, Failure, JobOrder, JobResult
 from posttrain.domain.jobspec import JobSpec
 from posttrain.domain.ports import BlobStore
 from posttrain.execution import processes
@@ -377,7 +377,8 @@ class Agent:
         """Start the job and relay until it ends; return its exit code (negative: a signal), and whether it was late."""
         log, begun = attempt.log.open("ab"), time.monotonic()
         named = {name: os.environ[name] for name in spec.secrets}
-        own = processes.of_a_server(os.environ) | named
+        own = {name: value for name, value in processes.of_a_server(os.environ).items() if not name.startswith("RAY_")}
+        own |= named | (_gang() if len(spec.pods) > 1 else {})
         with log:
             job = subprocess.Popen(
                 command(spec.module, attempt.path), cwd=attempt.path, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
@@ -518,6 +519,12 @@ class _Beat:
         except (PosttrainError, OSError) as error:  # the job deleted it, or the store does not answer
             print(f"agent: the checkpoint of step {step} is not staged yet: {error}", flush=True)
             time.sleep(_LOOK_SECONDS)
+
+
+def _gang() -> dict[str, str]:
+    """Return the variables with which a job of several nodes finds the Ray cluster over them."""
+    given = {name: os.environ[name] for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN") if name in os.environ}
+    return given | {GANG: os.environ["RAY_ADDRESS"]} if "RAY_ADDRESS" in os.environ else given
 
 
 def _seconds(ask: Callable[[], object]) -> float:

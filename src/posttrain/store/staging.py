@@ -34,8 +34,15 @@ from urllib.parse import urlsplit
 import obstore
 
 from posttrain.domain.canonical import DIGEST_PREFIX, is_digest
-from posttrain.domain.errors import ConflictError, InputError, IntegrityError, NotFoundError, UnavailableError
-from posttrain.domain.jobs import JobOrder, LogPage, Output, count
+from posttrain.domain.errors import (
+    ConflictError,
+    InputError,
+    IntegrityError,
+    NotFoundError,
+    PosttrainError,
+    UnavailableError,
+)
+from posttrain.domain.jobs import JobOrder, LogPage, Output, count, duration
 from posttrain.domain.ports import BlobStore
 from posttrain.store.atomic import files_below, look_over, open_plain
 from posttrain.store.attempts import TAIL, AttemptFolder, StoredCheckpoint, spending

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -115,9 +116,11 @@ def _joined(address: str, seconds: float) -> Iterator[Cluster]:
         raise InputError(f"ray_address must be host:port of a cluster's head, got {address!r}")
     with _environment({_ATTEMPTS: os.environ.get(_ATTEMPTS, "1")}):
         ray = _ray()
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), seconds).close()
-    except OSError as error:
+    until, error = time.monotonic() + seconds, _unanswered(host, port, seconds)
+    while error is not None and time.monotonic() < until:  # its head may be starting
+        time.sleep(0.5)
+        error = _unanswered(host, port, seconds)
+    if error is not None:
         raise InfrastructureError(
             f"no Ray cluster answered at {address} within {seconds:g} seconds: {error}; start the cluster, or remove "
             "ray_address for a local one"
@@ -131,6 +134,14 @@ def _joined(address: str, seconds: float) -> Iterator[Cluster]:
         yield Cluster(address, local=False)
     finally:
         ray.shutdown()
+
+
+def _unanswered(host: str, port: str, seconds: float) -> OSError | None:
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), seconds).close()
+    except OSError as error:
+        return error
+    return None
 
 
 @contextmanager

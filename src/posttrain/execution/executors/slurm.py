@@ -292,10 +292,11 @@ class SlurmExecutor:
 _RAY = """head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export RAY_ADDRESS="$head:$(({port} + SLURM_JOB_ID % 20000))" RAY_USAGE_STATS_ENABLED=0 RAY_AUTH_MODE=token
 export RAY_AUTH_TOKEN="$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')"
+own="--num-cpus=${{SLURM_CPUS_PER_TASK:-1}} --num-gpus=${{SLURM_GPUS_ON_NODE:-0}} --disable-usage-stats"
 srun --overlap --nodes=1 --ntasks=1 --nodelist="$head" {python} -m ray.scripts.scripts start --block --head \
---node-ip-address="$head" --port="${{RAY_ADDRESS##*:}}" &
+--node-ip-address="$head" --port="${{RAY_ADDRESS##*:}}" $own &
 srun --overlap --nodes={rest} --ntasks={rest} --exclude="$head" {python} -m ray.scripts.scripts start --block \
---address="$RAY_ADDRESS" &"""
+--address="$RAY_ADDRESS" $own &"""
 
 
 def _options(spec: JobSpec, key: str) -> list[str]:

@@ -10,6 +10,7 @@ An initial model is a randomly initialised model in Hugging Face format.
 """
 
 import json
+import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -26,7 +27,7 @@ from transformers import PreTrainedTokenizerBase
 from posttrain.data.rows import prompt_text, read_rows, uniform
 from posttrain.domain.canonical import derive_seed
 from posttrain.domain.errors import InputError
-from posttrain.domain.jobs import JobResult, Metric, Note, Output, Progress
+from posttrain.domain.jobs import GANG, JobResult, Metric, Note, Output, Progress
 from posttrain.domain.rendering import check_labels, labels_of
 from posttrain.domain.rewards import reward_slots
 from posttrain.domain.roles import ROLLOUT, RoleSpec, with_models
@@ -126,8 +127,10 @@ def _open_cluster_pools(
     config: TrainingConfig, recorder: Recorder, costs: CostModel, stack: ExitStack
 ) -> dict[str, ResourcePool]:
     """Return each role's pool of Ray processes. All pools are checked with the cluster before any pool is created."""
-    roles, address = with_models(config.roles()), config.runtime.ray_address
-    pools = config.placement.pools(roles)
+    gang = os.environ.get(GANG)  # a cluster over this job's own nodes, which are all of the kind that it requested
+    roles, address = with_models(config.roles()), config.runtime.ray_address or gang
+    placement = config.placement if address != gang or gang is None else config.placement.of_any_kind()
+    pools = placement.pools(roles)
     learners = {role.name for role in config.roles() if role.trained}
     ranks = ", ".join(f"{name} ({pool.resources.rank_count})" for name, pool in pools.items())
     to = f"requesting processes from the Ray cluster at {address}" if address else "starting Ray on this machine"
@@ -135,8 +138,11 @@ def _open_cluster_pools(
     cpus = sum(pool.resources.cpus or 0 for pool in pools.values())
     size = None if config.runtime.object_store == "auto" else config.runtime.object_store
     cluster = stack.enter_context(open_cluster(address, cpus=None if address else max(cpus, 1), store_bytes=size))
-    if lines := infeasible(config.placement, cluster.resources(), roles=roles, where="the Ray cluster"):
-        raise InputError("; ".join(lines))
+    until = time.monotonic() + (_GANG_SECONDS if address == gang else 0.0)
+    while lines := infeasible(placement, cluster.resources(), roles=roles, where="the Ray cluster"):
+        if time.monotonic() >= until:
+            raise InputError("; ".join(lines))
+        time.sleep(1.0)  # a node of the gang has not joined yet
     opened: dict[str, ResourcePool] = {}
     deadlines = _deadlines(config)
     for name, pool in pools.items():
