@@ -200,10 +200,10 @@ class RayExecutor:
         except (InfrastructureError, InputError):
             raise
         except RuntimeError as error:  # the client's exception for every status that is not 200
-            said = " ".join(str(error).split())[:300]
+            said = " ".join(str(error).split())  # a traceback, whose end has the reason
             if "status code 4" in said or "already" in said:
-                raise _RefusedError(said) from error
-            raise InfrastructureError(f"executor {self.name}: {said}") from error
+                raise _RefusedError(said[-300:]) from error
+            raise InfrastructureError(f"executor {self.name}: {said[-300:]}") from error
         except Exception as error:
             raise InfrastructureError(f"executor {self.name}: {type(error).__name__}: {str(error)[:200]}") from error
 

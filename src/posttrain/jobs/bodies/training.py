@@ -90,6 +90,8 @@ from posttrain.planner.sizes import Room, Settled, settle
 from posttrain.store.mailbox import ControlKind
 from posttrain.store.trees import materialise
 
+_GANG_SECONDS = 300.0  # for the nodes of a gang to join their cluster
+
 
 def settled_device(runtime: InferenceRuntimeConfig) -> str:
     """Return the device that `auto` means in this process; sets the process's threads to the stage's number."""
