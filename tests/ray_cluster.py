@@ -53,8 +53,9 @@ class Cluster:
         self.close()
 
     def start(self, node: str) -> None:
-        """Start a node with two CPUs."""
-        self._start(node, f"--address=127.0.0.1:{self._port}", "--num-cpus=2", f'--resources={{"{node}": 1}}')
+        """Start a node with two CPUs and two fake GPUs."""
+        gpus = ("--num-gpus=2", '--resources={"accelerator_type:H100": 2}')
+        self._start(node, f"--address=127.0.0.1:{self._port}", "--num-cpus=2", *gpus)
 
     def lose(self, node: str) -> None:
         """Let a node fail: everything that it runs is killed."""

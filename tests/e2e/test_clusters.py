@@ -1,9 +1,8 @@
-"""Runs on a real Slurm of two nodes compute what the laptop computes, whatever happens to their jobs."""
+"""Runs on a real Slurm and a real Ray, of two nodes each, compute what the laptop computes, whatever happens there."""
 
 from __future__ import annotations
 
 import stat
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,15 +12,16 @@ import pytest
 from tiny_run import RUN, SHORT, make_template
 from workbench import PATIENCE, Reference, Workbench
 
+from posttrain.execution import processes
 from posttrain.store.attempts import mailbox_at
 from posttrain.store.mailbox import Mailbox
 from posttrain.store.staging import StagingArea
+from ray_cluster import Cluster as Ray
 from s3_server import KEYS, s3_server, use_s3
-from slurm_cluster import Cluster
+from slurm_cluster import Cluster as Slurm
 
-pytestmark = pytest.mark.slurm
 ON = {"placement": {"collocated": {"gpus": 1, "kind": "h100"}}}
-FLAVOURS: dict[str, Any] = {
+SLURM: dict[str, Any] = {
     "executors": {"slurm-a": {"kind": "slurm", "settle": "2s"}},
     "flavours": {
         "h100": {"executor": "slurm-a", "partition": "low", "gpus_per_node": 2, "time_limit": "30m"},
@@ -39,23 +39,35 @@ def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
 
 
 @pytest.fixture
-def bench(tmp_path: Path, s3: dict[str, str], slurm: Cluster) -> Iterator[Workbench]:
-    """A workspace whose jobs run on Slurm's nodes, which reach S3 with a profile of their own."""
+def bench(tmp_path: Path, s3: dict[str, str]) -> Iterator[Workbench]:
+    """A workspace in S3, without executors."""
     made = Workbench(tmp_path / "here")
     made.folder.mkdir()
-    made.environment = {**s3, **slurm.environment, "POSTTRAIN_STORE": f"s3://far/{tmp_path.name}"}
+    made.environment = {**s3, "POSTTRAIN_STORE": f"s3://far/{tmp_path.name}"}
     make_template(made, "--mailboxes", f"s3://far/mail-{tmp_path.name}")
-    node = tmp_path / "node-python"
-    profile = "".join(f"export {name}={value}\n" for name, value in s3.items())
-    scratch = tmp_path / "scratch"
-    node.write_text(f'#!/bin/sh\n{profile}export POSTTRAIN_SCRATCH={scratch}\nexec {sys.executable} "$@"\n')
-    node.chmod(node.stat().st_mode | stat.S_IXUSR)
-    settings = {**FLAVOURS, "executors": {"slurm-a": {**FLAVOURS["executors"]["slurm-a"], "python": str(node)}}}
-    made.write("executors.yaml", settings)
-    made.run("executor", "add", "executors.yaml")
     yield made
     made.clean()
-    slurm.ask("scancel", "--user=root")
+
+
+def node_python(folder: Path, s3: dict[str, str]) -> str:
+    """Python on a node, where a profile of the node's own reaches S3."""
+    node = folder / "node-python"
+    profile = "".join(f"export {name}={value}\n" for name, value in s3.items())
+    scratch = folder / "scratch"
+    node.write_text(f'#!/bin/sh\n{profile}export POSTTRAIN_SCRATCH={scratch}\nexec {sys.executable} "$@"\n')
+    node.chmod(node.stat().st_mode | stat.S_IXUSR)
+    return str(node)
+
+
+def declare(bench: Workbench, cluster: dict[str, Any], python: str) -> None:
+    """Declare the executors with this Python, and prove their flavours."""
+    executors = {name: {**one, "python": python} for name, one in cluster["executors"].items()}
+    bench.write("executors.yaml", {**cluster, "executors": executors})
+    bench.run("executor", "add", "executors.yaml")
+    placed(bench)
+    assert "nodes of flavour h100 must be proven" in bench.run("run", "run.yaml", code=2).error
+    proven = bench.run("executor", "doctor", "-o", "json").json
+    assert [(one["flavour"], one["trouble"]) for one in proven] == [("h100", ""), ("small", "")]
 
 
 def placed(bench: Workbench) -> None:
@@ -86,13 +98,12 @@ def begun(mailbox: Mailbox, incarnation: int) -> bool:
     return held is not None and held.incarnation >= incarnation
 
 
-def test_a_run_is_requeued_preempted_and_loses_a_node_and_computes_what_the_laptop_computes(
-    bench: Workbench, slurm: Cluster, reference: Reference, tmp_path: Path
+@pytest.mark.slurm
+def test_a_run_on_slurm_is_requeued_preempted_and_loses_a_node_and_computes_what_the_laptop_computes(
+    bench: Workbench, slurm: Slurm, reference: Reference, tmp_path: Path, s3: dict[str, str]
 ) -> None:
-    placed(bench)
-    assert "nodes of flavour h100 must be proven" in bench.run("run", "run.yaml", code=2).error
-    proven = bench.run("executor", "doctor", "-o", "json").json
-    assert [(one["flavour"], one["trouble"]) for one in proven] == [("h100", ""), ("small", "")]
+    bench.environment |= slurm.environment
+    declare(bench, SLURM, node_python(tmp_path, s3))
     running = bench.start("run", "run.yaml")
     mailbox = bench.wait("grpo", lambda: mailbox_of(bench, "grpo"))
     bench.wait("a checkpoint of grpo", mailbox.checkpoints)
@@ -117,12 +128,37 @@ def test_a_run_is_requeued_preempted_and_loses_a_node_and_computes_what_the_lapt
     [grpo] = bench.attempts(run_id, "grpo")
     assert grpo.handle == job, "every restart was Slurm's, under one attempt"
     assert 0 < (grpo.seconds or 0) < sum(one.seconds or 0 for one in bench.attempts(run_id)) < PATIENCE
-    leaves_nothing(bench, slurm, tmp_path)
-
-
-def leaves_nothing(bench: Workbench, slurm: Cluster, tmp_path: Path) -> None:
     bench.wait("an empty queue", lambda: slurm.ask("squeue", "-h", "-o", "%i %j %T") == "")
+    leaves_nothing(bench, tmp_path)
+
+
+@pytest.mark.ray
+def test_a_run_on_ray_loses_a_node_and_computes_what_the_laptop_computes(
+    bench: Workbench, ray_cluster: Ray, reference: Reference, tmp_path: Path, s3: dict[str, str]
+) -> None:
+    bench.environment |= ray_cluster.environment
+    settings = {"kind": "ray", "address": ray_cluster.address, "settle": "2s"}
+    flavours = {"h100": {"executor": "ray-b", "gpus_per_node": 2, "type": "H100"}, "small": {"executor": "ray-b"}}
+    cluster = {"executors": {"ray-b": settings}, "flavours": flavours, "default": "small"}
+    declare(bench, cluster, node_python(tmp_path, s3))
+    running = bench.start("run", "run.yaml")
+    mailbox = bench.wait("grpo", lambda: mailbox_of(bench, "grpo"))
+    bench.wait("a checkpoint of grpo", mailbox.checkpoints)
+    node = ray_cluster.node_of(mailbox.place)
+    ray_cluster.lose(node)
+    ended = bench.finish(running)
+    ray_cluster.start(node)
+    assert ended.code == 0, ended.err
+    run_id = bench.run_id()
+    assert bench.outputs(run_id) == reference.outputs
+    lost, again = bench.attempts(run_id, "grpo")
+    assert (lost.state, again.state) == ("lost", "succeeded")
+    assert (again.resumed_step or 0) >= 3, "it continues from what the lost node staged"
+    leaves_nothing(bench, tmp_path)
+
+
+def leaves_nothing(bench: Workbench, tmp_path: Path) -> None:
     bench.run("gc", "--older-than", "0s")
     assert list(StagingArea(bench.environment["POSTTRAIN_STORE"]).stored()) == []
-    agents = subprocess.run(["pgrep", "-f", "posttrain.execution.agent"], capture_output=True, check=False).stdout
-    assert agents == b""
+    assert processes.carrying("POSTTRAIN_SCRATCH", str(tmp_path / "scratch")) == []
+    assert list((tmp_path / "scratch").glob("job-*")) == []
