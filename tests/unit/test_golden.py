@@ -133,6 +133,7 @@ READING: Mapping[str, str] = {
     "member ls": "member ls",
     "token ls": "token ls",
     "doctor": "doctor",
+    "executor ls": "executor ls",
     "examples": "examples",
     "track": "track {shipped} --tracker csv",
     "trace": "trace {shipped}",
@@ -180,7 +181,17 @@ def test_every_verb_that_prints_json_and_changes_nothing_is_read() -> None:
             "note",
             "import mlflow",
         ),
-        *("import wandb-export", "import trl-output", "backup", "restore", "erase", "token issue", "token rotate"),
+        *(
+            "import wandb-export",
+            "import trl-output",
+            "backup",
+            "restore",
+            "erase",
+            "executor add",
+            "executor doctor",
+            "token issue",
+            "token rotate",
+        ),
     }
     prints = {
         " ".join(words)

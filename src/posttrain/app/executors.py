@@ -30,8 +30,7 @@ from posttrain.domain.lifecycle import is_final
 from posttrain.domain.runspec import read_yaml
 from posttrain.domain.validation import validated
 from posttrain.execution.agent import PROBE, PROBED
-from posttrain.execution.code import present_code
-from posttrain.execution.ports import Executor
+from posttrain.execution.ports import Executor, present_code
 from posttrain.store.attempts import mailbox_at
 from posttrain.store.mailbox import ORDER, REQUEST, Mailbox
 from posttrain.store.staging import StagingArea

@@ -31,9 +31,8 @@ from posttrain.domain.kinds import installed_kind
 from posttrain.domain.manifest import KIND, InputRef, Manifest, StageManifest
 from posttrain.domain.records import AttemptRecord
 from posttrain.domain.sinks import RUN_ENVIRONMENT
-from posttrain.execution.code import present_code, trainer_of
 from posttrain.execution.environment import normalised, pin, pinned, read_environment
-from posttrain.execution.ports import Executor, Trainer
+from posttrain.execution.ports import Executor, Trainer, present_code, trainer_of
 from posttrain.store.atomic import make_folder, read_json, write_json
 from posttrain.store.attempts import AttemptFolder
 from posttrain.store.hosts import Hosts

@@ -54,7 +54,7 @@ from posttrain.domain.manifest import Manifest, names_of
 from posttrain.domain.ports import crashpoint
 from posttrain.domain.records import StageRecord
 from posttrain.domain.waits import wait_of
-from posttrain.execution.code import called, present_code
+from posttrain.execution.ports import called, present_code
 from posttrain.store.hosts import Ledger
 
 

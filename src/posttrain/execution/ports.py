@@ -1,10 +1,15 @@
-"""The two ports of the execution plane: where a job runs (`Executor`) and what the job is (`Trainer`)."""
+"""The two ports of the execution plane: where a job runs (`Executor`) and what the job is (`Trainer`).
+
+Results depend on the code of trainers, kinds and engines: its digests (`present_code`) are in a manifest's `code`. Both
+sides compare them: the driver before it launches a stage, and the agent of a job on another machine before the job.
+"""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
-from posttrain.domain.errors import InfrastructureError
+from posttrain.domain.engines import ENGINE, engine_words, installed_engine
+from posttrain.domain.errors import InfrastructureError, InputError
 from posttrain.domain.jobs import (
     Capacity,
     JobCommand,
@@ -15,7 +20,8 @@ from posttrain.domain.jobs import (
     Submission,
 )
 from posttrain.domain.jobspec import JobRef, JobSpec, Listed
-from posttrain.domain.kinds import StageContract
+from posttrain.domain.kinds import StageContract, installed_kind
+from posttrain.domain.manifest import KIND
 from posttrain.store.attempts import AttemptFolder
 
 T = TypeVar("T")
@@ -166,3 +172,39 @@ class Trainer(Protocol):
 
     def collect(self, attempt: AttemptFolder) -> JobResult | None:
         """Return the result that the job wrote; None: there is no result yet."""
+
+
+def present_code(name: str, trainers: Mapping[str, Trainer]) -> str:
+    """Return the current digest of a name in `code`.
+
+    Raises:
+        InputError: the trainer, kind or engine is no longer installed, or its package is broken.
+    """
+    if name.startswith(ENGINE):
+        return installed_engine(*engine_words(name)).code_digest()
+    if name.startswith(KIND):
+        kind = name.removeprefix(KIND)
+        found = installed_kind(kind)
+        if found is None:
+            raise InputError(f"kind {kind!r} must be installed; install its package")
+        return found.code_digest()
+    return trainer_of(name, trainers).code_digest()
+
+
+def trainer_of(name: str, trainers: Mapping[str, Trainer]) -> Trainer:
+    """Return the trainer of this name.
+
+    Raises:
+        InputError: the trainer is not installed, or its package is broken.
+    """
+    if name not in trainers:
+        known = ", ".join(sorted(trainers))
+        raise InputError(f"trainer {name!r} is not installed (installed: {known}); install its package")
+    return trainers[name]
+
+
+def called(name: str) -> str:
+    """Return a name of `code` as errors show it."""
+    if name.startswith(ENGINE):
+        return "{} engine {!r}".format(*engine_words(name))
+    return f"kind {name.removeprefix(KIND)!r}" if name.startswith(KIND) else f"trainer {name!r}"

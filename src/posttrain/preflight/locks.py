@@ -17,7 +17,7 @@ from posttrain.domain.kinds import Driver, StageContract, kind_of
 from posttrain.domain.manifest import Manifest, StageManifest, manifest_from_json
 from posttrain.domain.validation import explain
 from posttrain.domain.waits import wait_contract
-from posttrain.execution.code import called, present_code
+from posttrain.execution.ports import called, present_code
 from posttrain.preflight.confinement import refuse_missing_secrets
 from posttrain.preflight.data import located
 from posttrain.preflight.outlook import look_ahead, refuse_hopeless
