@@ -104,7 +104,7 @@ def test_what_is_declared_is_added_to_what_is_known(tmp_path: Path, monkeypatch:
     declare(workspace, file)
     workspace = Workspace(tmp_path / ".posttrain")
     assert workspace.jobs.cluster == lab()
-    assert [one.name for one in workspace.jobs.executors] == ["local", "slurm-a", "ray-b"]
+    assert [one.name for one in workspace.jobs.executors] == ["local", "ray-b", "slurm-a"]
     file.write_text(yaml.safe_dump({"flavours": {"big": {"executor": "slurm-a", "partition": "big"}}}))
     declare(workspace, file)
     workspace = Workspace(tmp_path / ".posttrain")
@@ -225,7 +225,8 @@ class Elsewhere(FakeExecutor):
 
 def test_an_executor_that_does_not_answer_delays_no_job_of_another(bench: Bench) -> None:
     far = Elsewhere(lambda spec: None, bench.clock.now)
-    bench.jobs = replace(bench.jobs, others={"slurm-a": far}, cluster=lab())
+    cluster = lab().model_copy(update={"default": None})
+    bench.jobs = replace(bench.jobs, others={"slurm-a": far}, cluster=cluster)
     bench.reconciler = Reconciler(bench.stores, bench.jobs, "here")
     bench.scripts["sft"] = [train()]
     placed = {"sft": {**RUN["stages"]["sft"], "placement": {"collocated": {"gpus": 8, "kind": "h100"}}}}
@@ -239,7 +240,6 @@ def test_an_executor_that_does_not_answer_delays_no_job_of_another(bench: Bench)
     assert bench.ledger.attempts(away)[0].executor == "slurm-a"
     far.answers.clear()
     far.asked_by.clear()
-    bench.jobs = replace(bench.jobs, cluster=Cluster())
     here = bench.submit(**TRAIN_ONLY, name="other", seed=2)
     begun = time.monotonic()
     while bench.ledger.run(here).state != "succeeded":
