@@ -25,6 +25,7 @@ from pages import Block, blocks
 
 from posttrain.cli.main import app
 from posttrain.data.assets import inspect_reward
+from posttrain.domain.flavours import Cluster
 from posttrain.domain.policies import ChannelPolicy
 from posttrain.domain.runspec import RunSpec, parse_run_spec
 from posttrain.engine.config import STAGE_CONFIGS, InitModelConfig, stage_config
@@ -98,6 +99,9 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
 
 def check(part: dict[str, Any], world: World) -> None:
     """Read a part of a run file, with a small run around it, as `plan` does; a channel's policy is set."""
+    if set(part) <= set(Cluster.model_fields):
+        Cluster.model_validate(part)
+        return
     if set(part) <= set(ChannelPolicy.model_fields) and "suites" in part:
         world.ok("channel", "set-policy", "prod", world.write("policy.yaml", yaml.safe_dump(part)))
         return
@@ -209,7 +213,7 @@ def test_every_command_of_a_pages_shell_blocks_is_one_that_there_is(page: str) -
             if words[0] == "posttrain":
                 parse(words)
             else:
-                known = words[:2] in (["git", "clone"], ["pip", "install"])
+                known = words[:2] in (["git", "clone"], ["pip", "install"]) or words[0] == "export"
                 assert known, f"{block}: {' '.join(words)}: no test knows it"
 
 

@@ -28,7 +28,13 @@ NEVER = "what it waits for never comes, so the shorter the better"
 SAID = "a number that is said or stored; nobody waits so long"
 PAST = "a moment long ago"
 TURN = "others have their turn; no time passes"
+_SLOW = 'bench.write("slow.py", "import time\\n" + SHORT.replace("    return", "    time.sleep(0.4)\\n    return"))'
+_LOW = "PartitionName=low Nodes=ada,bob Default=YES PriorityTier=1 PreemptMode=REQUEUE GraceTime=5 MaxTime=60 State=UP"
 ALLOWED = {
+    ("e2e/test_clusters.py", _SLOW): "the reward's own work",
+    ("ray_cluster.py", "time.sleep(1.0)"): POLL,
+    ("slurm_cluster.py", _LOW): "Slurm's own, in which a job writes its checkpoint; it is killed later than that",
+    ("slurm_cluster.py", "time.sleep(0.1)"): POLL,
     ("e2e/test_fuzz.py", "time.sleep(0.02)"): "a reward's own work",
     ("e2e/test_budget.py", "time.sleep(0.01)"): POLL,
     ("contract/test_reward_cell.py", "time.sleep(0.05)"): "the reward's own work",
@@ -204,6 +210,7 @@ WAIT = re.compile(
     r"^(?P<name>_?[A-Z_]*(?:SECONDS|TIMEOUT|GRACE|CLOSING|LEAVING|ALONE|PATIENCE)\w*)\s*=\s*(?P<value>[0-9.]+)", re.M
 )
 SHORT_WAITS = {
+    "app/executors.py:_LOOK_SECONDS": "between two looks at a probe",
     "execution/agent.py:_FENCE_SECONDS": "between two looks at who has the attempt",
     "execution/agent.py:_OVERLAP_SECONDS": "longer than an earlier incarnation needs to end itself",
     "execution/agent.py:_RELAY_SECONDS": "between two looks at the job's mailbox",
