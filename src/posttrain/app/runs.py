@@ -282,6 +282,14 @@ def submit_planned(planned: Planned, workspace: Workspace, *, again: bool = Fals
     return Submitted(now, submitted.attached, (_MOVED,) if submitted.moved else warnings)
 
 
+def _where(workspace: Workspace, stage: StageManifest) -> str:
+    """Return the flavour of a stage's nodes, and their executor; empty: its jobs have no flavour, or it has none."""
+    if kind_of(stage.kind).driver is not Driver.JOB:
+        return ""
+    name, flavour = workspace.jobs.flavour_of(stage)
+    return f"{name} ({flavour.executor})" if flavour else ""
+
+
 @answers(Control.plan)
 def view_plan(workspace: Workspace, path: Path, *, seed: int | None = None, setting: Setting = ()) -> PlanView:
     """Validate a run file, and estimate the cost of its run and the power of its gates.
@@ -310,6 +318,7 @@ def view_plan(workspace: Workspace, path: Path, *, seed: int | None = None, sett
             stall_after(planned.manifest, stage.name) if kind_of(stage.kind).driver is Driver.JOB else None,
             tuple(_packages(stage, workspace)),
             found[stage.name].sizes if stage.name in found else (),
+            _where(workspace, stage),
         )
         for stage in planned.manifest.stages
     )

@@ -513,6 +513,8 @@ def plan_tree(view: PlanView, *, verbose: bool) -> Tree:
             below.add(branch(Text(f"{slot}: {name}" + (f"  {digest(full)}" if full else ""), style="dim")))
         if stage.passes:
             below.add(branch(Text(str(stage.passes), style="dim")))
+        if stage.flavour:
+            below.add(branch(Text(f"runs on flavour {stage.flavour}", style="dim")))
         for shown in (*placed(stage), *sized(stage, chosen=verbose)):
             below.add(branch(shown) if isinstance(shown, Text) else shown)
     return root

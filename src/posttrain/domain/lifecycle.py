@@ -459,7 +459,12 @@ def stop_cause(code: str) -> StopCause:
     return next(one for one in StopCause if one.value == code)
 
 
-HELD_UP = (Reason.STALLED, Reason.ANOTHER_RUNS, Reason.JOB_NOT_VISIBLE)  # of a running stage without visible progress
+HELD_UP = (
+    Reason.STALLED,
+    Reason.QUEUED,
+    Reason.ANOTHER_RUNS,
+    Reason.JOB_NOT_VISIBLE,
+)  # of a running stage without visible progress
 
 
 _BY_CODE: Mapping[str, Reason] = {reason.value: reason for reason in Reason}

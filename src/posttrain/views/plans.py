@@ -30,6 +30,7 @@ class StagePlan:
     stall_after: float | None = None  # seconds without progress after which the job counts as hung; None: no job
     packages: tuple[str, ...] = ()  # installed packages of its kind and its trainer, with versions
     sizes: tuple[Size, ...] = ()  # sizes of the job's micro-batches and caches, and time-outs
+    flavour: str = ""  # the flavour of its nodes, and their executor: `h100 (slurm-a)`; empty: none
 
 
 @dataclass(frozen=True, slots=True)
