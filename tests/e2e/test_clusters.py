@@ -65,7 +65,9 @@ def declare(bench: Workbench, cluster: dict[str, Any], python: str) -> None:
     bench.write("executors.yaml", {**cluster, "executors": executors})
     bench.run("executor", "add", "executors.yaml")
     placed(bench)
-    assert "nodes of flavour h100 must be proven" in bench.run("run", "run.yaml", code=2).error
+    assert (
+        "a probe must show that the nodes of flavour h100 reach the store" in bench.run("run", "run.yaml", code=2).error
+    )
     proven = bench.run("executor", "doctor", "-o", "json").json
     assert [(one["flavour"], one["trouble"]) for one in proven] == [("h100", ""), ("small", "")]
 

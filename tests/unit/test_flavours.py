@@ -51,6 +51,9 @@ def lab() -> Cluster:
         ({"default": "h200"}, "default must be one of flavours, got 'h200'"),
         ({"executors": {"slurm-a": {"kind": "slurm", "settle": "0s"}}}, "executors.slurm-a.settle"),
         ({"executors": {"ray-b": {"kind": "ray", "address": "http://user:key@host"}}}, "executors.ray-b.address"),
+        ({"executors": {"ray-b": {"kind": "ray"}}}, "executors.ray-b: address must be that of Ray's dashboard"),
+        ({"executors": {"slurm-a": {"kind": "slurm", "python": []}}}, "must have at least one word"),
+        ({"executors": {"slurm-a": {"kind": "slurm", "address": "http://a"}}}, "address must be left out"),
     ],
 )
 def test_what_cannot_be_meant_is_refused_in_one_line(change: dict[str, Any], says: str) -> None:
@@ -68,7 +71,9 @@ def test_a_stage_runs_on_the_flavour_that_its_placement_names() -> None:
     assert of(None) == "small"
     assert of({"collocated": {"gpus": 8, "kind": "h100"}}) == "h100"
     assert of({"policy": {"gpus": 8, "kind": "h100"}, "rollout": {"with": "policy"}}) == "h100"
-    assert of({"collocated": {"gpus": 1, "kind": "a100"}}) == "small", "a kind of the default flavour's nodes"
+    assert of({"collocated": {"cpus": 2, "kind": "small"}}) == "small"
+    with pytest.raises(InputError, match=r"kind must be a flavour, got 'h200' \(did you mean 'h100'\?\)"):
+        of({"collocated": {"gpus": 1, "kind": "h200"}})
     for other in ("l40s", "a100"):
         with pytest.raises(InputError, match=r"stages\.grpo: placement: one job runs on one flavour, got .*h100"):
             of({"policy": {"gpus": 8, "kind": "h100"}, "rollout": {"gpus": 4, "kind": other}})
@@ -120,7 +125,7 @@ def test_what_is_declared_is_added_to_what_is_known(tmp_path: Path, monkeypatch:
     wrong = {
         "[]": "executors.yaml",
         "executors: {x: {kind: pbs}}": "kind must be slurm, ray, got 'pbs'",
-        "executors: {local: {kind: slurm}}": "local is an executor of every workspace",
+        "executors: {local: {kind: slurm}}": "the workspace has another executor local",
     }
     for content, says in wrong.items():
         file.write_text(content)
@@ -179,6 +184,7 @@ NCCL = "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=12"
         ([says("Segmentation fault", -signal.SIGSEGV)], "failed", "CircuitOpen", 2),
         ([says("", NODE_FAILED), says("", NODE_FAILED), train()], "succeeded", "Succeeded", 3),
         ([says("NVRM: Xid 79"), says("NVRM: Xid 79"), train()], "succeeded", "Succeeded", 3),
+        ([says("a sample: No space left on device", -signal.SIGKILL), train()], "succeeded", "Succeeded", 2),
     ],
 )
 def test_the_log_of_a_job_without_a_result_decides(
@@ -226,7 +232,7 @@ class Elsewhere(FakeExecutor):
 def test_an_executor_that_does_not_answer_delays_no_job_of_another(bench: Bench) -> None:
     far = Elsewhere(lambda spec: None, bench.clock.now)
     cluster = lab().model_copy(update={"default": None})
-    bench.jobs = replace(bench.jobs, others={"slurm-a": far}, cluster=cluster)
+    bench.jobs = replace(bench.jobs, declared=lambda: (cluster, {"slurm-a": far}))
     bench.reconciler = Reconciler(bench.stores, bench.jobs, "here")
     bench.scripts["sft"] = [train()]
     placed = {"sft": {**RUN["stages"]["sft"], "placement": {"collocated": {"gpus": 8, "kind": "h100"}}}}

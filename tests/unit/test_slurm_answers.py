@@ -8,14 +8,16 @@ from __future__ import annotations
 import json
 import random
 import stat
+import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from posttrain.domain.errors import InfrastructureError, InputError
+from posttrain.domain.errors import CapacityError, InfrastructureError, InputError
 from posttrain.domain.flavours import ExecutorSettings
 from posttrain.domain.jobs import Absence, Accepted, Cause, Exists, JobState, Unknown
 from posttrain.domain.jobspec import JobSpec, PodGroup
@@ -41,11 +43,13 @@ if command == "squeue" and (place / "fails").exists():
 if command == "squeue":
     for job in jobs:
         if given.get("name") in (None, job["name"]):
-            print("".join(f"{job[fields[name]]}|" for name in given["Format"].replace(":|", "").split(",")))
+            columns = [column.split(":", 1) for column in given["Format"].split(",")]
+            print("".join(f"{job[fields[name]]}{after}" for name, after in columns))
 if command == "sbatch":
     jobs.append({"id": len(jobs) + 1, "state": "PENDING", "restarts": 0, "used": "0:00", "code": 0, "node": "n/a",
                  "reason": "Priority", "comment": given["comment"], "name": given["job-name"], "words": sys.argv[1:],
-                 "script": sys.stdin.read()})
+                 "script": sys.stdin.read(),
+                 "variables": sorted(name for name in os.environ if name[:3] in ("SQU", "SCA", "SBA", "SLU"))})
     queue.write_text(json.dumps(jobs))
     print(f"{len(jobs)};lab")
 if command == "scancel":
@@ -144,8 +148,9 @@ def test_a_language_that_the_adapter_does_not_read_proves_nothing(line: Line, tm
     job = spec(tmp_path)
     assert line.executor.submit(job) == Accepted("1")
     line.trouble("translated")
-    with pytest.raises(InfrastructureError, match="unknown state 'AUSSTEHEND'"):
-        line.executor.observe([job])
+    seen = line.executor.observe([job])[0]
+    assert (seen.state, seen.absent) == (JobState.UNKNOWN, Absence.NOT_VISIBLE_YET)
+    assert "unknown state 'AUSSTEHEND'" in seen.detail
 
 
 def test_any_order_of_troubles_starts_one_job(line: Line, tmp_path: Path) -> None:
@@ -195,6 +200,45 @@ def test_a_line_that_hangs_is_asked_once_in_a_while(
     assert len(calls) == 1
 
 
+def test_jobs_of_others_and_damaged_rows_stop_no_other_job(line: Line, tmp_path: Path) -> None:
+    job, now = spec(tmp_path), time.monotonic()
+    line.executor.submit(job)
+    [mine] = line.jobs()
+    forged = {**mine, "id": 7, "name": f"x\n0|RUNNING|0|0:01|0|ada|None|{{}}|{mine['name']}"}
+    odd = {**mine, "id": 8, "comment": "an admin's\nwords | here", "name": "other|name"}
+    (line.place / "queue.json").write_text(json.dumps([{**mine, "state": "CANCELLED"}, forged, odd]))
+    assert line.executor.observe([job])[0].state is JobState.EXITED
+    (line.place / "queue.json").write_text(json.dumps([mine]))
+    line.change(comment="(null)", used="INVALID", code=4294967294, state="FAILED", id=1)
+    seen = line.executor.observe([job])[0]
+    assert (seen.state, seen.exit_code, seen.seconds) == (JobState.EXITED, None, 0.0)
+    assert line.executor.list("") == []
+    assert time.monotonic() >= now
+
+
+def test_variables_of_a_users_shell_hide_no_job(line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("SQUEUE_PARTITION", "SQUEUE_NAMES", "SCANCEL_PARTITION", "SBATCH_ARRAY_INX", "SLURM_JOB_ID"):
+        monkeypatch.setenv(name, "3")
+    monkeypatch.setenv("SLURM_CONF", "kept")
+    line.executor.submit(spec(tmp_path))
+    [job] = line.jobs()
+    assert job["variables"] == ["SLURM_CONF"]
+
+
+def test_a_script_that_is_cut_off_starts_nothing(line: Line, tmp_path: Path) -> None:
+    line.executor.submit(replace(spec(tmp_path), python=("echo", "started")))
+    script = str(line.jobs()[0]["script"])
+    said = [subprocess.run(["sh", "-c", script[:most]], capture_output=True, text=True, check=False).stdout
+            for most in (*range(len(script) - 12, len(script) - 4, 2), len(script))]  # fmt: skip
+    assert [bool(one) for one in said] == [False, False, False, False, True]
+
+
+def test_what_may_succeed_later_waits(line: Line, tmp_path: Path) -> None:
+    (line.place / "refuses").write_text("Required partition not available (inactive or drain)")
+    with pytest.raises(CapacityError, match="rejected job run1-train-1: Required partition not available"):
+        line.executor.submit(spec(tmp_path))
+
+
 @pytest.mark.parametrize(
     ("row", "state", "code", "cause"),
     [
@@ -239,7 +283,7 @@ def test_what_a_flavour_requests_reaches_sbatch_and_no_variable_does(
     assert "bootstrap-of-the-job" in script, "the script is not on a command line, which other users see"
     assert "bootstrap-of-the-job" not in words
     assert "a secret of the driver" not in words + script
-    assert "ray.scripts.scripts start --block --head" in script
+    assert "ray.scripts.scripts start --head" in script
 
 
 REFUSED: list[tuple[Callable[[JobSpec], JobSpec], str]] = [
@@ -263,6 +307,6 @@ def test_a_node_without_python_is_named_with_its_remedy(line: Line, tmp_path: Pa
     line.executor.submit(job)
     line.change(state="FAILED", code=127 << 8, node="ada")
     assert line.executor.observe([job])[0].why == (
-        "node ada: python3 cannot be run (exit code 127); install Posttrain there, or correct python of executor "
+        "node ada: python3 cannot be run or has no Posttrain; install Posttrain there, or correct `python` of executor "
         "slurm-a: posttrain executor add"
     )

@@ -17,13 +17,14 @@ from typing import Any
 
 from posttrain.app.workspace import Workspace, declared, refuse_unreachable
 from posttrain.domain.errors import (
+    CapacityError,
     ConflictError,
     InfrastructureError,
     NotFoundError,
     PosttrainError,
     nearest,
 )
-from posttrain.domain.flavours import Cluster, Flavour
+from posttrain.domain.flavours import Cluster, ExecutorSettings, Flavour
 from posttrain.domain.jobs import Accepted, Exists, JobOrder, JobState, Observation
 from posttrain.domain.jobspec import RUN, STAGE, WORKSPACE, JobSpec
 from posttrain.domain.lifecycle import is_final
@@ -31,13 +32,20 @@ from posttrain.domain.runspec import read_yaml
 from posttrain.domain.validation import validated
 from posttrain.execution.agent import PROBE, PROBED
 from posttrain.execution.ports import Executor, present_code
+from posttrain.store.atomic import read_json, write_json
 from posttrain.store.attempts import mailbox_at
 from posttrain.store.mailbox import ORDER, REQUEST, Mailbox
 from posttrain.store.staging import StagingArea
-from posttrain.workspace.settings import CLUSTER, record_setting
+from posttrain.workspace.settings import CLUSTER, SETTINGS, settings_lock
 
 _LOOK_SECONDS = 1.0  # between two looks at a probe
+_PROBE_SECONDS = 600.0  # for which a probe may run
 _SKEW_SECONDS = 30.0  # maximum difference of the clocks of a node and this machine
+_SILENT_SECONDS = 60.0  # for which a probe may run without reaching the mailbox
+_NO_ACCESS = (
+    "give the nodes a profile that reaches the mailboxes and the store: for S3, ~/.aws of the jobs' user, a role of "
+    "the machine, or a script as `python` that exports the variables"
+)
 _STEP = "doctor"  # label of probe jobs
 
 
@@ -59,18 +67,22 @@ def declare(workspace: Workspace, file: Path) -> Cluster:
 
     Raises:
         InputError: the file is invalid, or jobs elsewhere could not reach this workspace.
-        ConflictError: a live job would become invisible, because its executor would change its kind.
+        ConflictError: a live job would become invisible, because its executor would be reached in another way.
     """
-    added = validated(Cluster, _with_known(workspace, read_yaml(file)), str(file))
-    refuse_unreachable(workspace.root, ", ".join(added.executors), str(workspace.channel_address or ""))
-    joined = workspace.jobs.cluster.joined(added)
-    value = joined.model_dump(mode="json", exclude_unset=True)
-    declared({CLUSTER: value}, file)
-    changed = {
-        name
-        for name, one in workspace.jobs.cluster.executors.items()
-        if one != joined.executors[name] and (one.kind, one.command, one.address) != _reach(joined, name)
-    }
+    content = read_yaml(file)
+    with settings_lock(workspace.root):
+        settings = read_json(workspace.root / SETTINGS) or {}
+        known = declared(settings, workspace.root / SETTINGS)
+        joined = known.joined(validated(Cluster, _with_known(known, content), str(file)))
+        declared({**settings, CLUSTER: joined.model_dump(mode="json", exclude_unset=True)}, file)
+        refuse_unreachable(workspace.root, ", ".join(joined.executors), str(workspace.channel_address or ""))
+        moved = {name for name, one in known.executors.items() if _reach(one) != _reach(joined.executors[name])}
+        _refuse_invisible(workspace, moved, file)
+        write_json(workspace.root / SETTINGS, {**settings, CLUSTER: joined.model_dump(mode="json", exclude_unset=True)})
+    return joined
+
+
+def _refuse_invisible(workspace: Workspace, changed: set[str], file: Path) -> None:
     for project in workspace.ledger.projects() if changed else ():
         ledger = workspace.seen_by(workspace.actor, project, "os").ledger
         for run in ledger.runs():
@@ -80,24 +92,19 @@ def declare(workspace: Workspace, file: Path) -> Cluster:
                     f"{file}: executor {live[0].executor} must keep its kind, command and address while it has jobs "
                     f"({live[0].name}), got others; wait, or declare it under another name"
                 )
-    record_setting(workspace.root, CLUSTER, value)
-    return joined
 
 
-def _reach(cluster: Cluster, name: str) -> tuple[object, ...]:
-    found = cluster.executors[name]
-    return found.kind, found.command, found.address
+def _reach(one: ExecutorSettings) -> tuple[object, ...]:
+    return one.kind, one.command, one.address
 
 
-def _with_known(workspace: Workspace, value: Any) -> Any:
+def _with_known(known: Cluster, value: Any) -> Any:
     """Return the content of a file, whose flavours may name executors that the workspace has."""
-    if not isinstance(value, dict) or not isinstance(value.get("executors", {}), dict):
-        return value
-    known = workspace.jobs.cluster.model_dump(mode="json", exclude_unset=True)
     named = {name: value.get(name, {}) for name in ("executors", "flavours")}
     if any(not isinstance(one, dict) for one in named.values()):
         return value
-    return {**value, **{name: {**known.get(name, {}), **one} for name, one in named.items()}}
+    dumped = known.model_dump(mode="json", exclude_unset=True)
+    return {**value, **{name: {**dumped.get(name, {}), **one} for name, one in named.items()}}
 
 
 def probes(workspace: Workspace, name: str | None, patience: float) -> Iterator[Probed]:
@@ -111,16 +118,24 @@ def probes(workspace: Workspace, name: str | None, patience: float) -> Iterator[
         NotFoundError: there is no such flavour or executor.
     """
     flavours = workspace.jobs.cluster.flavours
+    for executor in workspace.jobs.others.values():
+        with suppress(PosttrainError):  # a probe that was not proven to be over reports below why
+            _end_earlier(workspace, executor)
     chosen = {one: flavour for one, flavour in flavours.items() if name in (None, one, flavour.executor)}
     if not chosen:
-        near = nearest(str(name), (*flavours, *workspace.jobs.cluster.executors))
-        raise NotFoundError(f"there is no flavour {name!r}{near}; posttrain executor ls shows them")
+        if name is None:
+            raise NotFoundError("this workspace has no flavours; declare some: posttrain executor add FILE")
+        near = nearest(name, (*flavours, *workspace.jobs.cluster.executors))
+        raise NotFoundError(f"there is no flavour or executor {name!r}{near}; posttrain executor ls shows them")
     for one, flavour in chosen.items():
         executor = workspace.jobs.others[flavour.executor]
         try:
             found = _probe(workspace, one, flavour, executor, patience)
+        except (CapacityError, InfrastructureError) as error:  # which proves nothing about the nodes
+            yield Probed(one, executor.name, str(error), "probe again when the cluster answers")
+            continue
         except PosttrainError as error:
-            found = Probed(one, executor.name, str(error), "fix this, then probe again")
+            found = Probed(one, executor.name, str(error))
         workspace.record_proof(one, succeeded=not found.trouble)
         yield found
 
@@ -135,7 +150,7 @@ def _probe(workspace: Workspace, name: str, flavour: Flavour, executor: Executor
     begun = time.time()
     try:
         answer = executor.submit(spec)
-        seen = Observation(JobState.STARTING)
+        seen, running = Observation(JobState.STARTING), 0.0
         if not isinstance(answer, Accepted | Exists):
             raise InfrastructureError(f"it is not known whether the probe was submitted: {answer.detail}")
         while True:
@@ -144,6 +159,13 @@ def _probe(workspace: Workspace, name: str, flavour: Flavour, executor: Executor
                 return _judged(name, executor, code, report, begun, before)
             if seen.gone:
                 return Probed(name, executor.name, _without_report(seen), _remedy(seen), time.time() - begun)
+            if seen.state is JobState.RUNNING and mailbox.started() is None:
+                running = running or time.time()
+                if time.time() - running > _SILENT_SECONDS:
+                    why = (
+                        f"node {seen.node}: the probe has run for {_SILENT_SECONDS:.0f} s without reaching the mailbox"
+                    )
+                    return Probed(name, executor.name, why, _NO_ACCESS, time.time() - begun)
             if time.time() - begun > patience:
                 why = seen.detail or f"its job is {seen.state}"
                 action = "wait longer with --wait, or choose other nodes"
@@ -158,18 +180,29 @@ def _probe(workspace: Workspace, name: str, flavour: Flavour, executor: Executor
             _remove(workspace, spec, mailbox)
 
 
+def _end_earlier(workspace: Workspace, executor: Executor) -> None:
+    """End the probes of a doctor that was killed."""
+    for job in executor.list(f"{_STEP}-"):
+        if job.labels.get(WORKSPACE) == f"{workspace.place()}/{_STEP}":
+            place = f"{job.labels[STAGE]}/{job.name.rpartition('-')[2]}"
+            left = JobSpec(job.name, f"{workspace.channels}/{_STEP}/{place}", PROBE)
+            executor.kill(left)
+            _remove(workspace, left, mailbox_at(left.mailbox))
+
+
 def _spec(workspace: Workspace, name: str, flavour: Flavour) -> JobSpec:
     token = uuid.uuid4().hex[:8]
     return JobSpec(
         f"{_STEP}-{name}-{token}",
         f"{workspace.channels}/{_STEP}/{name}/{token}",
         PROBE,
-        gang=(flavour.gang(name, min(1, flavour.gpus_per_node)),),
+        gang=(flavour.gang(name, flavour.gpus_per_node),),
         image=flavour.image or "",
         labels={WORKSPACE: f"{workspace.place()}/{_STEP}", RUN: _STEP, STAGE: name},  # not an orphan of the workspace
         epoch=1,
         options=flavour.options(),
         python=flavour.python or (),
+        max_seconds=_PROBE_SECONDS,
         time_limit=flavour.time_limit,
     )
 
@@ -199,12 +232,7 @@ def _without_report(seen: Observation) -> str:
 
 
 def _remedy(seen: Observation) -> str:
-    if "python" in seen.why:
-        return ""
-    return (
-        "give the nodes a profile that reaches the mailboxes and the store (for S3 ~/.aws of the jobs' user, or a role "
-        "of the machine), and install this Posttrain there"
-    )
+    return "" if "install Posttrain" in seen.why else _NO_ACCESS
 
 
 def _remove(workspace: Workspace, spec: JobSpec, mailbox: Mailbox) -> None:

@@ -154,13 +154,11 @@ class Workspace(OpenWorkspace):
         if create:
             join_store(self, blobs)
         self.stores = Stores(self.ledger, self.blobs, clock, self.actor)
-        cluster = declared(self.settings, self.root / SETTINGS)
         self.jobs = Jobs(
             executor=_executor(self.root, self.settings),
             trainers=Trainers([NativeTrainer()]),
             folders=AttemptFolders(self.root, lambda: self.channels, self._is_remote, blobs.url),
-            cluster=cluster,
-            others={name: _MAKERS[one.kind](name, one) for name, one in cluster.executors.items()},
+            declared=_Declared(self.root),
             slots=max(1, os.cpu_count() or 1),
             beside=_BESIDE,
             trust_rewards=self.trusts_rewards,
@@ -369,6 +367,27 @@ def refuse_unreachable(root: Path, executor: str, channel: str | None) -> None:
         )
 
 
+class _Declared:
+    """The executors and flavours that a workspace declares, read again after each change of its settings."""
+
+    def __init__(self, root: Path) -> None:
+        self._place, self._stamp = root / SETTINGS, (-1, -1)
+        self._found: tuple[Cluster, dict[str, Executor]] = (Cluster(), {})
+
+    def __call__(self) -> tuple[Cluster, Mapping[str, Executor]]:
+        try:
+            about = self._place.stat()
+        except FileNotFoundError:  # a workspace of an older version, or one that was deleted
+            return self._found
+        if (stamp := (about.st_mtime_ns, about.st_ino)) != self._stamp:
+            cluster, (before, made) = declared(read_json(self._place) or {}, self._place), self._found
+            kept = {name: made[name] for name, one in cluster.executors.items() if before.executors.get(name) == one}
+            new = {name: one for name, one in cluster.executors.items() if name not in kept}
+            self._found = cluster, {**kept, **{name: _MAKERS[one.kind](name, one) for name, one in new.items()}}
+            self._stamp = stamp
+        return self._found
+
+
 def declared(settings: Mapping[str, Any], source: Path) -> Cluster:
     """Return the executors and flavours that a workspace declares.
 
@@ -380,9 +399,9 @@ def declared(settings: Mapping[str, Any], source: Path) -> Cluster:
         if one.kind not in _MAKERS:
             near = nearest(one.kind, _MAKERS)
             raise InputError(f"{source}: executors.{name}: kind must be {', '.join(_MAKERS)}, got {one.kind!r}{near}")
-        if name in OWN_EXECUTORS:
+        if name in (*OWN_EXECUTORS, settings.get(EXECUTOR)):
             raise InputError(
-                f"{source}: executors.{name}: {name} is an executor of every workspace; choose another name"
+                f"{source}: executors.{name}: the workspace has another executor {name}; choose another name"
             )
     return found
 

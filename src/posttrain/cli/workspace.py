@@ -7,6 +7,8 @@ creates a workspace from the copy.
 from __future__ import annotations
 
 import os
+import signal
+import sys
 from contextlib import closing
 from dataclasses import asdict
 from enum import StrEnum
@@ -339,6 +341,7 @@ def examine_executors(
     patience = _seconds(wait, "executor doctor: --wait")
     found = []
     with closing(open_workspace()) as workspace:
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that its probes are removed
         for one in probes(workspace, name, patience):
             found.append(one)
             if output is Output.TEXT:

@@ -28,7 +28,6 @@ from posttrain.domain.errors import (
     IntegrityError,
     NotFoundError,
     PosttrainError,
-    Trace,
     trace_in,
 )
 from posttrain.domain.jobs import ANOTHER_RUNS, MOST_NUMBER, Failure, JobResult, JobState, Observation, Progress
@@ -414,16 +413,10 @@ def see(stores: Stores, jobs: Jobs, view: View, name: str, looks: Looks) -> JobS
         lost = unheeded(jobs.folders, attempt) if word is None and job.gone else ""
         metered = word is None and not job.gone and view.manifest.budget.tokens is not None
         tokens = folder.spent() - tokens_inherited(stores.blobs, attempt) if metered else 0
-        trace, node = _left(folder) if word is None and job.gone else (None, "")
-        return JobStatus(job, word=word, unheeded=lost, trace=trace, node=node, tokens=tokens, progress=progress)
+        trace = trace_in(folder.tail()) if word is None and job.gone else None
+        return JobStatus(job, word=word, unheeded=lost, trace=trace, tokens=tokens, progress=progress)
     except (InputError, IntegrityError) as error:  # the folder cannot be read, and a retry would not repair it
         return JobStatus(job, unreadable=str(error))
-
-
-def _left(folder: AttemptFolder) -> tuple[Trace | None, str]:
-    """Return the failure that the log of a job without a result reports, and the node on which the job began."""
-    held = folder.mailbox.started()
-    return trace_in(folder.tail()), held.host if held is not None else ""
 
 
 def _unanswered(jobs: Jobs, view: View, name: str, attempt: AttemptRecord) -> JobStatus:

@@ -242,7 +242,6 @@ class JobStatus:
     another_runs: bool = False  # the executor's job gave way to another job of this attempt, which may live
     unheeded: str = ""  # the message for a job that ignored its stop order
     trace: Trace | None = None  # the failure that the log of a job without a result reports
-    node: str = ""  # on which that job began
     tokens: int = 0  # tokens that the attempt reported, without the tokens before its checkpoint
     progress: str | None = None  # the same text while the job makes no progress; None: not read
 
@@ -458,18 +457,18 @@ def _lost(view: View, stage: StageRecord, attempt: AttemptRecord, job_status: Jo
         return _again(view, stage, attempt, gone, AttemptState.LOST, cause=taken)
     if _condemned(view, stage, attempt):
         return _again(view, stage, attempt, _hung(view, stage, attempt), AttemptState.LOST)
-    trace = job_status.trace if attempt.stop_requested_at is None else None
+    code = seen.exit_code
+    own = code is not None and (code > 0 or -code in _FAULTS) and code not in (ANOTHER_RUNS, NODE_FAILED)
+    trace = job_status.trace if own and seen.cause is None and attempt.stop_requested_at is None else None
     if trace is not None:
         why = f"the job ended without a result: {trace.meaning} ({detail})"
-        signature = f"{trace.name}@{seen.node or job_status.node}" if trace.of_node else trace.name
+        signature = f"{trace.name}@{seen.node}" if trace.of_node and seen.node else trace.name
         if not trace.kind.retried:
             return End(stage, attempt, _failed(trace.kind, why, signature))
         failure = Failure(trace.kind, why, signature)
         return _again(view, stage, attempt, failure, AttemptState.LOST, cause=StopCause.INFRASTRUCTURE)
     # an exit code or a fault of the program would recur; a kill, a duplicate start or a failed node does not
-    code = seen.exit_code
-    mute = code is None or (code < 0 and -code not in _FAULTS) or code in (ANOTHER_RUNS, NODE_FAILED)
-    signature = "" if mute else f"exit {code}"
+    signature = f"exit {code}" if own else ""
     if seen.cause is Cause.NODE_LOST and seen.node:
         signature = f"{Cause.NODE_LOST}@{seen.node}"
     failure = Failure(FailureClass.INFRASTRUCTURE, f"the job ended without a result ({detail})", signature)

@@ -17,7 +17,7 @@ packages.
 import ast
 import importlib.metadata
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -112,8 +112,18 @@ class Jobs:
     workspace: Callable[[], str] = lambda: ""  # identifies the workspace, as opposed to its copies, in labels of jobs
     hosts: Hosts | None = None  # the hosts that share the ledger; None: the ledger has one host
     access: Access | None = None  # how jobs read their inputs; None: from the store, with the user's own rights
-    cluster: Cluster = field(default_factory=Cluster)  # the declared executors and flavours
-    others: Mapping[str, Executor] = field(default_factory=dict)  # the declared executors, by name
+    # the declared executors and flavours, and the executors by name, as they are now: users declare more at any time
+    declared: Callable[[], tuple[Cluster, Mapping[str, Executor]]] = lambda: (Cluster(), {})
+
+    @property
+    def cluster(self) -> Cluster:
+        """The declared executors and flavours."""
+        return self.declared()[0]
+
+    @property
+    def others(self) -> Mapping[str, Executor]:
+        """The declared executors, by name."""
+        return self.declared()[1]
 
     @property
     def executors(self) -> list[Executor]:

@@ -312,7 +312,8 @@ def _launch(stores: Stores, jobs: Jobs, view: View, effect: Launch) -> None:
             stores, jobs, view, stage, attempt, jobs.trainer(view.manifest.stage(stage.name).trainer)
         )
     except (InputError, IntegrityError) as error:  # the folder cannot be read, and a retry would not repair it
-        failure = Failure(FailureClass.BUG, f"the job cannot be launched: {error}", "collect")
+        kind = FailureClass.BAD_INPUT if isinstance(error, InputError) else FailureClass.BUG
+        failure = Failure(kind, f"the job cannot be launched: {error}", "collect")
     if failure and not failure.kind.retried:  # the job was never submitted, and a retry would not help
         act(stores, jobs, view, End(stage, attempt, JobResult("failed", failure=failure)))
     elif failure:

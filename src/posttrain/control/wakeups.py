@@ -114,7 +114,7 @@ class _Observer:
 
     def __init__(self, jobs: Jobs, executor: Executor) -> None:
         self._jobs, self.executor = jobs, executor
-        self._asked = self._read = -NEVER
+        self._asked = self._read = self._begun = -NEVER
         self._work: Future[dict[str, _Heard]] | None = None
         self._fresh = _LEAST
         self.trouble = ""  # the class of the error with which the executor answered last
@@ -122,7 +122,7 @@ class _Observer:
 
     def seen(self, now: float) -> Mapping[str, Observation]:
         """Return the last observation of each attempt; empty if it is too old to decide on."""
-        return self._seen if now - self._asked < self._fresh else {}
+        return self._seen if now - self._begun < self._fresh else {}
 
     def turn(self, jobs: Sequence[_Job], now: float) -> Mapping[str, _Heard] | None:
         """Begin an observation if one is due; return what the jobs report if one has ended.
@@ -150,7 +150,7 @@ class _Observer:
     def _ended(self) -> Mapping[str, _Heard] | None:
         if self._work is None or not self._work.done():
             return None
-        work, self._work, self._seen = self._work, None, {}
+        work, self._work, self._seen, self._begun = self._work, None, {}, self._asked
         found = work.result()
         self._seen = {name: one.seen for name, one in found.items()}
         return found
@@ -184,7 +184,7 @@ class Wakeups:
         self._live: dict[str, _Job] = {}  # by attempt
         self._of: dict[str, list[str]] = {}  # run → its attempts
         self._moved: set[str] = set()
-        self._observers = [_Observer(jobs, executor) for executor in jobs.executors]
+        self._by_name: dict[str, _Observer] = {}
 
     def follow(self, run_id: str, view: View | None) -> None:
         """Set the jobs to watch, after every pass over the run; None: another driver has the run, so drop its jobs.
@@ -210,6 +210,14 @@ class Wakeups:
     def take(self, run_id: str) -> None:
         """Clear the run's changes, since a pass over it starts now."""
         self._moved.discard(run_id)
+
+    @property
+    def _observers(self) -> Iterable[_Observer]:
+        """One observer for each executor; executors may be declared while the driver runs."""
+        for executor in self._jobs.executors:
+            if executor.name not in self._by_name or self._by_name[executor.name].executor is not executor:
+                self._by_name[executor.name] = _Observer(self._jobs, executor)
+        return self._by_name.values()
 
     def seen(self) -> Mapping[str, Observation]:
         """Return the recent observations of attempts."""

@@ -56,10 +56,21 @@ class ExecutorSettings(_Given):
     command: Words | None = (
         None  # of slurm: words before a shell command, [ssh, login-node]; None: this machine's shell
     )
-    address: Annotated[str, Field(pattern=r"^https?://[^\s@]+$", max_length=400)] | None = None  # of ray
+    address: Annotated[str, Field(pattern=r"^https?://[^\s@?#]+$", max_length=400)] | None = None  # of ray
     python: Words = ("python3",)  # runs Python with Posttrain on a node
     container: Words | None = None  # of slurm: words before an image's reference, [apptainer, exec, --nv]
     settle: Annotated[float, Field(ge=0.1, le=3600), BeforeValidator(parse_duration)] = 60.0  # see `Absence`
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ExecutorSettings:
+        if not self.python or self.command == () or self.container == ():
+            raise ValueError("python, command and container must have at least one word, got an empty list")
+        if self.kind == "ray" and self.address is None:
+            raise ValueError("address must be that of Ray's dashboard, such as http://127.0.0.1:8265, got none")
+        foreign = {"ray": ("command", "container"), "slurm": ("address",)}.get(self.kind, ())
+        if wrong := next((name for name in foreign if getattr(self, name) is not None), ""):
+            raise ValueError(f"{wrong} must be left out of an executor of kind {self.kind}, got a value")
+        return self
 
 
 class Flavour(_Given):
@@ -151,6 +162,14 @@ class Cluster(_Given):
         placement = Placement.model_validate(params.get("placement", COLLOCATED))
         kinds = {pool.resources.kind for pool in placement.pools().values()} - {None}
         named = sorted(kind for kind in kinds if kind in self.flavours)
+        runtime = params.get("runtime")
+        elsewhere = isinstance(runtime, Mapping) and runtime.get("ray_address")  # whose kinds are that cluster's
+        if self.flavours and kinds and not named and not elsewhere:
+            [*_, kind] = sorted(map(str, kinds))
+            raise InputError(
+                f"stages.{stage}: placement: kind must be a flavour, got {kind!r}{nearest(kind, self.flavours)}; "
+                "posttrain executor ls shows them"
+            )
         if len(named) > 1 or (named and len(kinds) > 1):
             raise InputError(
                 f"stages.{stage}: placement: one job runs on one flavour, got {', '.join(sorted(map(str, kinds)))}; "

@@ -31,7 +31,7 @@ NO_MEMORY, NO_SPACE = 71, 74  # exit codes of a job without memory or disk space
 ANOTHER_RUNS = 73  # exit code if another process began the attempt, or none may begin it (EX_CANTCREAT)
 
 
-GANG = "POSTTRAIN_GANG_ADDRESS"  # variable of a job of several nodes: the address of the Ray cluster over them
+GANG = "POSTTRAIN_GANG"  # variable of an agent's job: address of a Ray cluster over its nodes; empty: it has one node
 NODE_FAILED = 75  # exit code of an agent that could not run its job because of its node or store (EX_TEMPFAIL)
 
 

@@ -64,8 +64,8 @@ class Resources(Frozen):
             raise ValueError(
                 f"`with` must be the only field; remove {others}: the pool that `with` names has its own resources"
             )
-        if self.kind is not None and not self.gpus:
-            raise ValueError(f"kind {self.kind!r} needs gpus >= 1, got gpus: 0; set gpus")
+        if self.kind is not None and not self.gpus and not self.cpus:
+            raise ValueError(f"kind {self.kind!r} needs gpus >= 1 or cpus >= 1, got neither; set one")
         for name, amount in (("gpus", self.gpus), ("cpus", self.cpus or 0)):
             if amount % self.rank_count:
                 raise ValueError(f"{name} must be a multiple of ranks ({self.rank_count}), got {amount}")

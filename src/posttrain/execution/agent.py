@@ -378,7 +378,7 @@ class Agent:
         log, begun = attempt.log.open("ab"), time.monotonic()
         named = {name: os.environ[name] for name in spec.secrets}
         own = {name: value for name, value in processes.of_a_server(os.environ).items() if not name.startswith("RAY_")}
-        own |= named | (_gang() if len(spec.pods) > 1 else {})
+        own |= named | (_gang() if len(spec.pods) > 1 else {GANG: ""})
         with log:
             job = subprocess.Popen(
                 command(spec.module, attempt.path), cwd=attempt.path, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
@@ -524,7 +524,7 @@ class _Beat:
 def _gang() -> dict[str, str]:
     """Return the variables with which a job of several nodes finds the Ray cluster over them."""
     given = {name: os.environ[name] for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN") if name in os.environ}
-    return given | {GANG: os.environ["RAY_ADDRESS"]} if "RAY_ADDRESS" in os.environ else given
+    return given | {GANG: os.environ.get("RAY_ADDRESS", "")}
 
 
 def _seconds(ask: Callable[[], object]) -> float:

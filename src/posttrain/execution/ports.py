@@ -4,6 +4,7 @@ Results depend on the code of trainers, kinds and engines: its digests (`present
 sides compare them: the driver before it launches a stage, and the agent of a job on another machine before the job.
 """
 
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
@@ -26,6 +27,8 @@ from posttrain.store.attempts import AttemptFolder
 
 T = TypeVar("T")
 _PAUSE_SECONDS = 30.0
+_WAIT_SECONDS = 2.0
+_AT_ONCE = 2  # requests to one back-end
 
 
 class Executor(Protocol):
@@ -122,25 +125,39 @@ class Executor(Protocol):
         """
 
 
+class NotAskedError(InfrastructureError):
+    """A request was not sent, because earlier ones were not answered; so it changed nothing."""
+
+
 class Patience:
-    """Asks a back-end that may not answer; after a request without an answer, nothing is asked for a while."""
+    """Asks a back-end that may not answer.
+
+    After a request without an answer, nothing is asked for a while. At most `_AT_ONCE` requests are under way: a
+    thread that cannot ask soon fails instead of waiting, so that work for other back-ends continues.
+    """
 
     def __init__(self, name: str) -> None:
         self._name, self._until = name, 0.0
+        self._room = threading.BoundedSemaphore(_AT_ONCE)
 
     def ask(self, request: Callable[[], T], seconds: float) -> T:
         """Return the answer to a request, which raises TimeoutError after `seconds`.
 
         Raises:
-            InfrastructureError: there was no answer, now or a moment ago.
+            NotAskedError: there was no answer a moment ago, or others wait for one.
+            InfrastructureError: there was no answer.
         """
         if (left := self._until - time.monotonic()) > 0:
-            raise InfrastructureError(f"executor {self._name} does not answer; asking again in {left:.0f} s")
+            raise NotAskedError(f"executor {self._name} does not answer; asking again in {left:.0f} s")
+        if not self._room.acquire(timeout=_WAIT_SECONDS):
+            raise NotAskedError(f"executor {self._name} has not answered earlier requests yet; asking again soon")
         try:
             return request()
         except TimeoutError as error:
             self._until = time.monotonic() + _PAUSE_SECONDS
             raise InfrastructureError(f"executor {self._name} did not answer within {seconds:g} s") from error
+        finally:
+            self._room.release()
 
 
 class Trainer(Protocol):

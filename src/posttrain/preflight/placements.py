@@ -73,7 +73,7 @@ def refuse_infeasible(
     for stage in manifest.stages:
         name, flavour = workspace.jobs.flavour_of(stage)
         if flavour is not None and kind_of(stage.kind).driver is Driver.JOB:
-            _refuse_flavour(workspace, stage, name, flavour, source)
+            _refuse_flavour(workspace, stage, name, flavour, manifest.image_of(stage), source)
         elif _asks_for_a_gpu(stage) and not gpu_visible():
             raise InputError(
                 f"{source}: stages.{stage.name}: runtime.device cuda needs a GPU, but no GPU is visible here; "
@@ -104,21 +104,28 @@ def _nodes(name: str, flavour: Flavour | None) -> Machine:
     return Machine(flavour.cpus * flavour.nodes, flavour.memory, (gpu,) * flavour.gpus_per_node * flavour.nodes)
 
 
-def _refuse_flavour(workspace: OpenWorkspace, stage: StageManifest, name: str, flavour: Flavour, source: Path) -> None:
+def _refuse_flavour(
+    workspace: OpenWorkspace, stage: StageManifest, name: str, flavour: Flavour, image: str | None, source: Path
+) -> None:
     """Reject a stage whose gang its flavour cannot provide, or whose nodes have not been proven.
 
     Raises:
         InputError: the stage cannot run on the flavour's nodes.
     """
     trainer = workspace.jobs.trainer(stage.trainer)
+    if image is not None and not workspace.jobs.executor_for(stage).images:
+        raise InputError(
+            f"{source}: stages.{stage.name}: image: executor {flavour.executor} of flavour {name} cannot run images; "
+            "add `container` to it (posttrain executor add), or leave image out"
+        )
     try:
         flavour.gang(name, trainer.devices(stage.kind, stage.params))
     except InputError as error:
         raise InputError(f"{source}: stages.{stage.name}: {error}") from error
     if not is_served(workspace.root) and not workspace.is_proven(name):
         raise InputError(
-            f"{source}: stages.{stage.name}: the nodes of flavour {name} must be proven to reach the store and to have "
-            f"this Posttrain, since they were declared or installed; run posttrain executor doctor {name}"
+            f"{source}: stages.{stage.name}: a probe must show that the nodes of flavour {name} reach the store and "
+            f"have this Posttrain, but none has since the last change; run posttrain executor doctor {name}"
         )
 
 

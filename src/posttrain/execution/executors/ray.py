@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-from posttrain.domain.errors import InfrastructureError, InputError
+from posttrain.domain.errors import CapacityError, InfrastructureError, InputError
 from posttrain.domain.flavours import ExecutorSettings
 from posttrain.domain.jobs import (
     Absence,
@@ -32,7 +32,7 @@ from posttrain.domain.jobs import (
     Unknown,
 )
 from posttrain.domain.jobspec import RUN, STAGE, WORKSPACE, JobRef, JobSpec, Listed, external_name
-from posttrain.execution.ports import Patience
+from posttrain.execution.ports import NotAskedError, Patience
 from posttrain.store.attempts import mailbox_at
 from posttrain.store.staging import relayed_log, seconds_ran
 
@@ -99,8 +99,10 @@ class RayExecutor:
                     entrypoint_resources=kind or None,
                 )
             )
+        except NotAskedError as error:
+            raise CapacityError(str(error)) from error
         except _RefusedError as error:
-            if "already" in str(error):
+            if "already exists" in str(error):
                 return Exists(key)
             raise InfrastructureError(f"executor {self.name} rejected job {spec.name}: {error}") from error
         except InfrastructureError as error:
@@ -145,7 +147,8 @@ class RayExecutor:
         job = jobs.get(key)
         if job is None:
             sure = now - self._missing.setdefault(key, now) >= self._settings.settle  # a submission may be under way
-            return Observation(JobState.UNKNOWN, absent=Absence.AUTHORITATIVE if sure else Absence.NOT_VISIBLE_YET)
+            absent = Absence.AUTHORITATIVE if sure else Absence.NOT_VISIBLE_YET
+            return Observation(JobState.UNKNOWN, absent=absent, seconds=seconds_ran(mailbox_at(ref.mailbox)))
         self._missing.pop(key, None)
         status, said = str(job.status), " ".join(str(job.message or "").split())[:200]
         seconds = None if status == "PENDING" else seconds_ran(mailbox_at(ref.mailbox))  # Ray counts time in its queue
@@ -201,12 +204,13 @@ class RayExecutor:
             raise
         except RuntimeError as error:  # the client's exception for every status that is not 200
             said = " ".join(str(error).split())  # a traceback, whose end has the reason
-            if "status code 4" in said or "already" in said:
-                raise _RefusedError(said[-300:]) from error
+            if "status code 4" in said or "already exists" in said:
+                raise _RefusedError(f"executor {self.name}: {said[-300:]}") from error
             raise InfrastructureError(f"executor {self.name}: {said[-300:]}") from error
         except Exception as error:
-            raise InfrastructureError(f"executor {self.name}: {type(error).__name__}: {str(error)[:200]}") from error
+            said = " ".join(str(error).split())[:200]
+            raise InfrastructureError(f"executor {self.name}: {type(error).__name__}: {said}") from error
 
 
-class _RefusedError(Exception):
+class _RefusedError(InfrastructureError):
     """The cluster answered, and refused the request."""

@@ -19,10 +19,11 @@ import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from posttrain.domain.errors import InfrastructureError, InputError
+from posttrain.domain.errors import CapacityError, InfrastructureError, InputError
 from posttrain.domain.flavours import ExecutorSettings
 from posttrain.domain.jobs import (
     Absence,
@@ -38,20 +39,27 @@ from posttrain.domain.jobs import (
 )
 from posttrain.domain.jobspec import JobRef, JobSpec, Listed, external_name
 from posttrain.execution import processes
-from posttrain.execution.ports import Patience
+from posttrain.execution.ports import NotAskedError, Patience
 from posttrain.store.attempts import mailbox_at
 from posttrain.store.staging import relayed_log, seconds_ran
 
 _SECONDS = 20.0  # for which an answer is awaited
 _SUBMIT_SECONDS = 40.0
+_HAS_POSTTRAIN = "import importlib.util, sys; sys.exit(importlib.util.find_spec('posttrain') is None)"
 _NO_PYTHON = (126, 127)  # exit codes of a shell that cannot run a command
 _WARNING_SECONDS = 300  # at most; before a time limit, for a checkpoint
 _PORTS = 20000  # beginning of the range of ports of Ray's heads
+# variables of a user's shell that would hide jobs from squeue and scancel, or change what sbatch submits
+_PLAIN = r"unset $(env | sed -n 's/^\(\(SQUEUE\|SCANCEL\|SBATCH\|SLURM_\(JOB\|CLUSTERS\)\)[A-Za-z0-9_]*\)=.*/\1/p')"
+_SQUEUE = (
+    "squeue --noheader --all --states=all --user=$(id -u)"  # also jobs in partitions that are hidden from the user
+)
 _FIELDS = ("JobID", "State", "RestartCnt", "TimeUsed", "exit_code", "BatchHost", "Reason", "Comment", "Name")
 _COLUMNS = ",".join(f"{name}:|" for name in _FIELDS)
 _NAME = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9_.-]*)\.pt-[0-9a-f]{12}")
 _QUEUED = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD")
-_RUNS = ("RUNNING", "COMPLETING", "SIGNALING", "STAGE_OUT", "SUSPENDED", "STOPPED", "RESIZING")
+_PAUSED = ("SUSPENDED", "STOPPED")
+_RUNS = ("RUNNING", "COMPLETING", "SIGNALING", "STAGE_OUT", "RESIZING")
 _ENDED: Mapping[str, Cause | None] = {
     "COMPLETED": None,
     "FAILED": None,
@@ -64,8 +72,9 @@ _ENDED: Mapping[str, Cause | None] = {
     "BOOT_FAIL": Cause.NODE_LOST,
 }
 # refusals of a controller that did not take the job; of any other failure the outcome is unknown
-_REFUSED = re.compile(r"sbatch: error: (?:Batch job submission failed: )?(?P<why>.*)")
+_REFUSED = re.compile(r"sbatch: error: (?:Batch job submission failed: )?(?P<why>(?:(?!sbatch: error).)*)$")
 _NO_ANSWER = re.compile(r"timed out|unable to contact|connect|transport|communication|temporar", re.IGNORECASE)
+_FOR_NOW = re.compile(r"inactive|drain|\bdown\b|limit|reserv", re.IGNORECASE)  # the same request may succeed later
 _BY_CONFIGURATION = re.compile(r"invalid|unrecognized|not available|violates|not permitted|denied", re.IGNORECASE)
 
 
@@ -77,7 +86,7 @@ class _Row:
     state: str
     restarts: int
     seconds: float
-    code: int  # negative: a signal
+    code: int | None  # negative: a signal; None: unknown
     node: str
     reason: str
     about: Mapping[str, object]  # the comment
@@ -85,7 +94,7 @@ class _Row:
 
     @property
     def live(self) -> bool:
-        return self.state in _QUEUED or self.state in _RUNS
+        return self.state in (*_QUEUED, *_PAUSED, *_RUNS)
 
 
 class SlurmExecutor:
@@ -111,19 +120,25 @@ class SlurmExecutor:
         self._refuse(spec)
         key = external_name(spec)
         self._missing.pop(key, None)
-        look = f"squeue --noheader --states=all --user=$(id -u) --name={shlex.quote(key)} --Format='JobID:|' </dev/null"
+        look = f"{_SQUEUE} --name={shlex.quote(key)} --Format='JobID:|' </dev/null"
         text = (
             f'found=$({look}) || exit 75; if [ -n "$found" ]; then echo "exists $found"; exit 0; fi; '
             f"exec timeout {_SUBMIT_SECONDS / 2:g} {shlex.join(['sbatch', *_options(spec, key)])}"
         )
         try:
             answer = self._ask(text, self._script(spec), _SUBMIT_SECONDS)
+        except NotAskedError as error:
+            raise CapacityError(str(error)) from error
         except InfrastructureError as error:
             refused = _REFUSED.search(str(error))
             if refused is None or _NO_ANSWER.search(str(error)):
                 return Unknown(str(error))
             why = f"executor {self.name} rejected job {spec.name}: {refused['why']}"
+            if _FOR_NOW.search(refused["why"]):
+                raise CapacityError(why) from error
             if _BY_CONFIGURATION.search(refused["why"]):
+                if spec.avoid:  # the nodes may have been renamed, or may be all that there are
+                    return self.submit(replace(spec, avoid=()))
                 raise InputError(f"{why}; correct the flavour: posttrain executor add") from error
             raise InfrastructureError(why) from error
         last = answer.strip().splitlines()[-1] if answer.strip() else ""
@@ -165,18 +180,21 @@ class SlurmExecutor:
         if not rows:
             since = self._missing.setdefault(external_name(job), now)
             sure = now - since >= self._settings.settle  # a submission may be under way
-            return Observation(JobState.UNKNOWN, absent=Absence.AUTHORITATIVE if sure else Absence.NOT_VISIBLE_YET)
+            absent = Absence.AUTHORITATIVE if sure else Absence.NOT_VISIBLE_YET
+            return Observation(JobState.UNKNOWN, absent=absent, seconds=seconds_ran(mailbox_at(job.mailbox)))
         self._missing.pop(external_name(job), None)
         row = next((one for one in rows if one.live), rows[0])
         seconds = _ran(job, row)
         here = {"incarnation": row.restarts, "handle": str(row.id), "node": row.node}
-        if row.state in _QUEUED:
-            detail = f"queued by {self.name}: {row.reason}"
+        if row.state in _QUEUED or row.state in _PAUSED:
+            why = row.reason if row.state in _QUEUED else row.state.lower()
+            detail = f"queued by {self.name}" + (f": {why}" if why != "None" else "")
             return Observation(JobState.STARTING, detail=detail, seconds=seconds, **here)  # type: ignore[arg-type]
         if row.state in _RUNS:
             return Observation(JobState.RUNNING, seconds=seconds, **here)  # type: ignore[arg-type]
         if row.state not in _ENDED:
-            raise InfrastructureError(f"executor {self.name}: job {row.id} is in the unknown state {row.state[:40]!a}")
+            detail = f"executor {self.name}: job {row.id} is in the unknown state {row.state[:40]!a}"
+            return Observation(JobState.UNKNOWN, detail=detail, absent=Absence.NOT_VISIBLE_YET, **here)  # type: ignore[arg-type]
         return self._of_ended(row, seconds, here)
 
     def _of_ended(self, row: _Row, seconds: float | None, here: Mapping[str, object]) -> Observation:
@@ -186,14 +204,14 @@ class SlurmExecutor:
         if cause is Cause.NODE_LOST:
             detail = f"node {row.node} was lost"
             return Observation(JobState.LOST, detail=detail, cause=cause, seconds=seconds, **here)  # type: ignore[arg-type]
-        if row.state == "CANCELLED" and code >= 0:
-            code = -signal.SIGTERM
+        if row.state == "CANCELLED":
+            code, detail = code if (code or 0) < 0 else -signal.SIGTERM, "the job was cancelled in Slurm (scancel)"
         if cause is not None:
             detail = detail or f"Slurm ended it: {row.state}"
         if row.state == "FAILED" and code in _NO_PYTHON:
             detail = (
-                f"node {row.node}: {shlex.join(self._settings.python)} cannot be run (exit code {code}); install "
-                f"Posttrain there, or correct python of executor {self.name}: posttrain executor add"
+                f"node {row.node}: {shlex.join(self._settings.python)} cannot be run or has no Posttrain; install "
+                f"Posttrain there, or correct `python` of executor {self.name}: posttrain executor add"
             )
         return Observation(
             JobState.EXITED,
@@ -206,27 +224,16 @@ class SlurmExecutor:
 
     def _rows(self) -> Sequence[_Row]:
         """Return the user's jobs that Slurm still has, by number."""
-        text = self._ask(f"squeue --noheader --states=all --user=$(id -u) --Format='{_COLUMNS}'")
+        mark = secrets.token_hex(8)  # begins each row: names and comments of other jobs may contain anything
+        columns = _COLUMNS.replace("JobID:|", f"JobID:|{mark}|", 1)
+        text = self._ask(f"{_SQUEUE} --Format='{columns}'")
         rows = []
-        for line in filter(None, text.splitlines()):
-            columns = line.rstrip("|").rsplit("|", 1)
-            if _NAME.fullmatch(columns[-1].strip()):  # others are not ours, and may contain anything
-                rows.append(self._row(line))
+        for line in text.splitlines():
+            number, marked, rest = line.partition(f"|{mark}|")
+            head, _, key = rest.rstrip("|").rpartition("|")
+            if marked and number.strip().isdigit() and _NAME.fullmatch(key.strip()):
+                rows.append(_row(int(number), head, key.strip()))
         return sorted(rows, key=lambda row: row.id)
-
-    def _row(self, line: str) -> _Row:
-        head, key = line.rstrip("|").rsplit("|", 1)
-        cells = [cell.strip() for cell in head.split("|", len(_FIELDS) - 2)]
-        try:
-            number, state, restarts, used, code, node, reason, comment = cells
-            about = json.loads(comment)
-            if not isinstance(about, dict):
-                raise ValueError("the comment is not an object")
-            return _Row(int(number), state, int(restarts), _span(used), _code(code), node, reason, about, key.strip())
-        except ValueError as error:
-            raise InfrastructureError(
-                f"executor {self.name}: squeue's line {line[:120]!a} cannot be read ({error}); it proves nothing"
-            ) from error
 
     def _refuse(self, spec: JobSpec) -> None:
         """Refuse what the adapter does not provide.
@@ -248,10 +255,12 @@ class SlurmExecutor:
         if spec.image and self._settings.container:
             python = [*self._settings.container, f"docker://{spec.image}", *python]
         words = shlex.join(python)
-        lines = ["#!/bin/sh -l", 'export POSTTRAIN_INCARNATION="${SLURM_RESTART_COUNT:-0}"']
+        lines = ["#!/bin/sh -l", "run() {", 'export POSTTRAIN_INCARNATION="${SLURM_RESTART_COUNT:-0}"']
         lines += [f"export POSTTRAIN_BOOTSTRAP={shlex.quote(spec.bootstrap)}"] if spec.bootstrap else []
         lines += _RAY.format(python=words, port=_PORTS, rest=spec.gang[0].min - 1).splitlines() * (spec.gang[0].min > 1)
-        return "\n".join([*lines, f"exec {words} -m posttrain.execution.agent {shlex.quote(spec.mailbox)}", ""])
+        lines.append(f"{words} -c {shlex.quote(_HAS_POSTTRAIN)} || exit 127")
+        start = f"exec {words} -m posttrain.execution.agent {shlex.quote(spec.mailbox)}"
+        return "\n".join([*lines, start, "}", "run", ""])  # a script that is cut off starts nothing
 
     def _ask(self, text: str, given: str = "", seconds: float = _SECONDS) -> str:
         """Return what a shell command prints where Slurm's commands are.
@@ -260,7 +269,7 @@ class SlurmExecutor:
             InfrastructureError: there was no complete answer, or the command failed.
         """
         mark, prefix = secrets.token_hex(12), self._settings.command or ("sh", "-c")
-        whole = f"LC_ALL=C; export LC_ALL; echo {mark}; ( {text} ); code=$?; echo; echo {mark} $code."
+        whole = f"LC_ALL=C; export LC_ALL; echo {mark}; {_PLAIN}; ( {text} ); code=$?; echo; echo {mark} $code."
 
         def answer() -> subprocess.CompletedProcess[bytes]:
             try:
@@ -289,14 +298,29 @@ class SlurmExecutor:
 
 
 # A job of several nodes has a Ray cluster over them, with a token of its own; it ends with the job.
-_RAY = """head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-export RAY_ADDRESS="$head:$(({port} + SLURM_JOB_ID % 20000))" RAY_USAGE_STATS_ENABLED=0 RAY_AUTH_MODE=token
+_RAY = """own="--num-cpus=${{SLURM_CPUS_PER_TASK:-1}} --num-gpus=${{SLURM_GPUS_ON_NODE:-0}} --disable-usage-stats"
+own="$own --block --dashboard-agent-listen-port=0 --min-worker-port=0 --max-worker-port=0"
+export RAY_ADDRESS="$({python} -c 'import ray; print(ray.util.get_node_ip_address())')"
+export RAY_ADDRESS="$RAY_ADDRESS:$(({port} + SLURM_JOB_ID % 20000))"
+export RAY_USAGE_STATS_ENABLED=0 RAY_AUTH_MODE=token
+public="--export=HOME,USER,LOGNAME,PATH,RAY_AUTH_MODE,RAY_AUTH_TOKEN,RAY_USAGE_STATS_ENABLED"
 export RAY_AUTH_TOKEN="$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')"
-own="--num-cpus=${{SLURM_CPUS_PER_TASK:-1}} --num-gpus=${{SLURM_GPUS_ON_NODE:-0}} --disable-usage-stats"
-srun --overlap --nodes=1 --ntasks=1 --nodelist="$head" {python} -m ray.scripts.scripts start --block --head \
---node-ip-address="$head" --port="${{RAY_ADDRESS##*:}}" $own &
-srun --overlap --nodes={rest} --ntasks={rest} --exclude="$head" {python} -m ray.scripts.scripts start --block \
---address="$RAY_ADDRESS" $own &"""
+srun $public --overlap --nodes=1 --ntasks=1 --nodelist="$SLURMD_NODENAME" {python} -m ray.scripts.scripts start --head \
+--port="${{RAY_ADDRESS##*:}}" --include-dashboard=false $own &
+srun $public --overlap --nodes={rest} --ntasks={rest} --exclude="$SLURMD_NODENAME" \
+{python} -m ray.scripts.scripts start --address="$RAY_ADDRESS" $own &"""
+
+
+def _row(number: int, head: str, key: str) -> _Row:
+    """Return the row of a job; what cannot be read of it is missing, and stops no other job."""
+    cells = [cell.strip() for cell in head.split("|", len(_FIELDS) - 3)]
+    state, restarts, used, code, node, reason, comment = [*cells, *[""] * 7][:7]
+    about = None
+    with suppress(ValueError):
+        about = json.loads(comment)  # an admin may have changed it
+    about = about if isinstance(about, dict) else {}
+    again = int(restarts) if restarts.isdigit() else 0
+    return _Row(number, state, again, _span(used), _code(code), "" if node == "n/a" else node, reason, about, key)
 
 
 def _options(spec: JobSpec, key: str) -> list[str]:
@@ -323,7 +347,9 @@ def _options(spec: JobSpec, key: str) -> list[str]:
         which = min(named, key=lambda name: named[name])
         minutes = max(1, -int(-named[which] // 60))
         about["limit"] = which
-        words |= {"time": str(minutes), "signal": f"B:TERM@{min(_WARNING_SECONDS, 6 * minutes)}"}
+        words["time"] = str(minutes)
+        if which == "nodes":  # the agent itself ends a job before the run's limit
+            words["signal"] = f"B:TERM@{min(_WARNING_SECONDS, 6 * minutes)}"
     words["comment"] = json.dumps(about, separators=(",", ":"))
     return ["--parsable", "--requeue", *(f"--{name}={value}" for name, value in words.items())]
 
@@ -338,15 +364,20 @@ def _ran(job: JobRef, row: _Row) -> float | None:
 def _span(text: str) -> float:
     """Return the seconds of `D-HH:MM:SS`, `HH:MM:SS` or `MM:SS`."""
     days, _, clock = text.rpartition("-")
+    parts = clock.split(":")
+    if not all(part.isdigit() for part in (*parts, days or "0")):
+        return 0.0  # INVALID, of a job whose clock jumped
     total = 0
-    for part in clock.split(":"):
+    for part in parts:
         total = total * 60 + int(part)
     return float(total + 86400 * int(days or 0))
 
 
-def _code(text: str) -> int:
-    """Return an exit code, negative for a signal, of a status of wait(2) or of `CODE:SIGNAL`."""
-    if ":" in text:
-        code, number = map(int, text.split(":"))
-        return -number if number else code
-    return os.waitstatus_to_exitcode(int(text))
+def _code(text: str) -> int | None:
+    """Return an exit code, negative for a signal, of a status of wait(2) or of `CODE:SIGNAL`; None: unknown."""
+    with suppress(ValueError, OverflowError):
+        if ":" in text:
+            code, number = map(int, text.split(":"))
+            return -number if number else code
+        return os.waitstatus_to_exitcode(int(text))
+    return None

@@ -129,9 +129,10 @@ def _open_cluster_pools(
     config: TrainingConfig, recorder: Recorder, costs: CostModel, stack: ExitStack
 ) -> dict[str, ResourcePool]:
     """Return each role's pool of Ray processes. All pools are checked with the cluster before any pool is created."""
-    gang = os.environ.get(GANG)  # a cluster over this job's own nodes, which are all of the kind that it requested
-    roles, address = with_models(config.roles()), config.runtime.ray_address or gang
-    placement = config.placement if address != gang or gang is None else config.placement.of_any_kind()
+    gang = os.environ.get(GANG)  # set on nodes of a flavour, which are all of the requested kind
+    roles, address = with_models(config.roles()), config.runtime.ray_address or gang or None
+    elsewhere = gang is None or config.runtime.ray_address is not None
+    placement = config.placement if elsewhere else config.placement.of_any_kind()
     pools = placement.pools(roles)
     learners = {role.name for role in config.roles() if role.trained}
     ranks = ", ".join(f"{name} ({pool.resources.rank_count})" for name, pool in pools.items())
@@ -140,7 +141,7 @@ def _open_cluster_pools(
     cpus = sum(pool.resources.cpus or 0 for pool in pools.values())
     size = None if config.runtime.object_store == "auto" else config.runtime.object_store
     cluster = stack.enter_context(open_cluster(address, cpus=None if address else max(cpus, 1), store_bytes=size))
-    until = time.monotonic() + (_GANG_SECONDS if address == gang else 0.0)
+    until = time.monotonic() + (_GANG_SECONDS if gang and address == gang else 0.0)
     while lines := infeasible(placement, cluster.resources(), roles=roles, where="the Ray cluster"):
         if time.monotonic() >= until:
             raise InputError("; ".join(lines))
