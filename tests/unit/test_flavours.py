@@ -132,7 +132,7 @@ def test_what_is_declared_is_added_to_what_is_known(tmp_path: Path, monkeypatch:
         with pytest.raises(InputError, match=says):
             declare(workspace, file)
     assert Workspace(tmp_path / ".posttrain").jobs.cluster == workspace.jobs.cluster
-    with pytest.raises(NotFoundError, match=r"there is no flavour 'h200' \(did you mean 'h100'\?\)"):
+    with pytest.raises(NotFoundError, match=r"there is no flavour or executor 'h200' \(did you mean 'h100'\?\)"):
         next(probes(workspace, "h200", 1.0))
 
 

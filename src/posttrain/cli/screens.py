@@ -56,6 +56,7 @@ if TYPE_CHECKING:
 
 _GAP, _INDENT = 2, 2  # columns between two cells, and before the lines of a block
 _WRAPPED = 16  # minimum width of a column that wraps, unless its longest word is wider
+_NEAR = ("local", "podman", "fake")  # executors whose handles are processes of this machine
 _NOTE = 400  # maximum characters of a note, such as a guideline
 
 
@@ -329,6 +330,9 @@ def _stage_line(stage: StageStatus) -> Text:
     if row.cached_from:
         line.append(f"  reused from {row.cached_from}", style="dim")
     elif row.state == StageState.RUNNING:
+        live = stage.attempts[-1] if stage.attempts else None
+        if live is not None and live.handle and live.executor not in _NEAR:
+            line.append(f"  {live.executor} job {live.handle}", style="dim")
         if progress.total and not progress.stale:
             line.append(f"  step {progress.step}/{progress.total}")
         if stage.held_up:

@@ -459,12 +459,11 @@ def stop_cause(code: str) -> StopCause:
     return next(one for one in StopCause if one.value == code)
 
 
+# of a running stage without visible progress
 HELD_UP = (
-    Reason.STALLED,
-    Reason.QUEUED,
-    Reason.ANOTHER_RUNS,
-    Reason.JOB_NOT_VISIBLE,
-)  # of a running stage without visible progress
+    *(Reason.STALLED, Reason.QUEUED, Reason.ANOTHER_RUNS, Reason.JOB_NOT_VISIBLE),
+    *(Reason.SUBMISSION_UNKNOWN, Reason.TROUBLED, Reason.SET_ASIDE),
+)
 
 
 _BY_CODE: Mapping[str, Reason] = {reason.value: reason for reason in Reason}
