@@ -125,8 +125,11 @@ OTHERS = (
     *SLOW,
     Lane(
         "ray",
-        11,
-        (*_source("engine/groups", "engine/roles", "engine/weights", "engine/assembly"), "tests/e2e/test_ray"),
+        18,
+        (
+            *_source("engine/groups", "engine/roles", "engine/weights", "engine/assembly", "execution/executors/ray"),
+            "tests/e2e/test_ray",
+        ),
     ),
     Lane("ecosystem", 7, (*_source("sandbox", "engine/algorithms", "foreign", "trackers"), "tests/ecosystem")),
     Lane("dist", 6, ("pyproject.toml", "constraints.txt", "Makefile", *_source("examples", "cli"))),

@@ -163,7 +163,9 @@ def init(
     if workspace.served and (rewards or executor or job_variable or chosen):
         say("its server still uses its earlier settings: restart posttrain serve")
     if mailboxes is not None:
-        say(f"mailboxes {workspace.channel_address}")
+        say(f"mailboxes {workspace.channel_address}", f"artifacts {workspace.blobs.url}")
+        if workspace.blobs.url.startswith("file:"):
+            aside("jobs on clusters also need the artifacts in an object store: set POSTTRAIN_STORE before init")
     if workspace.ledger_address:
         say(f"ledger {workspace.ledger_address}")
     say(*(f"tracker {kind}: {where}" for kind, where in chosen_places(workspace)))
@@ -313,6 +315,10 @@ def list_executors(output: OutputOption = Output.TEXT) -> None:
     table = plain_table("flavour", "executor", "kind", "nodes", "GPUs per node", "queue", "proven")
     own = jobs.executor.name
     table.add_row("—" if jobs.cluster.default else "— (default)", own, own)
+    used = {one.executor for one in jobs.cluster.flavours.values()}
+    for name, declared in jobs.cluster.executors.items():
+        if name not in used:
+            table.add_row("— (no flavour)", name, declared.kind)
     for name, one in jobs.cluster.flavours.items():
         shown = f"{name} (default)" if name == jobs.cluster.default else name
         kind = jobs.cluster.executors[one.executor].kind
