@@ -74,8 +74,8 @@ _ENDED: Mapping[str, Cause | None] = {
 # refusals of a controller that did not take the job; of any other failure the outcome is unknown
 _REFUSED = re.compile(r"sbatch: error: (?:Batch job submission failed: )?(?P<why>(?:(?!sbatch: error).)*)$")
 _NO_ANSWER = re.compile(r"timed out|unable to contact|connect|transport|communication|temporar", re.IGNORECASE)
-_FOR_NOW = re.compile(r"inactive|drain|\bdown\b|limit|reserv", re.IGNORECASE)  # the same request may succeed later
-_BY_CONFIGURATION = re.compile(r"invalid|unrecognized|not available|violates|not permitted|denied", re.IGNORECASE)
+_FOR_NOW = re.compile(r"inactive|drain|\bdown\b|violates", re.IGNORECASE)  # the same request may succeed later
+_BY_CONFIGURATION = re.compile(r"invalid|unrecognized|not available|not permitted|denied", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,9 +289,8 @@ class SlurmExecutor:
         body, ended, status = rest.rpartition(f"\n{mark} ")
         code = re.fullmatch(r"(\d+)\.\s*", status)  # a status that is cut off has no full stop
         if not (begun and ended and code):
-            raise InfrastructureError(
-                f"executor {self.name}: the answer was cut off: {said[-300:] or 'no reason given'}"
-            )
+            what = "the answer was cut off" if begun else "no answer"
+            raise InfrastructureError(f"executor {self.name}: {what}: {said[-300:] or 'no reason given'}")
         if int(code[1]):
             raise InfrastructureError(f"executor {self.name}: {said[-300:] or f'exit code {code[1]}'}")
         return body
