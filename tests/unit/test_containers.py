@@ -22,7 +22,6 @@ from server_bench import KEY, ServerBench, attempt_with_access, granting, served
 import podman_image
 from posttrain.app.workspace import init_workspace
 from posttrain.control import launch
-from posttrain.control.jobs import AttemptFolders, Jobs
 from posttrain.domain.errors import InputError, NotFoundError
 from posttrain.domain.jobs import Accepted, Exists, JobOrder, JobState
 from posttrain.domain.jobspec import JobRef, JobSpec, PodGroup
@@ -267,7 +266,7 @@ def test_who_submits_beside_another_replaces_nothing_that_is_covered(
     monkeypatch.setattr(containers, "contained", meanwhile)
     assert isinstance(LocalExecutor(images=True).submit(request), Exists)
     launch._lay_down(
-        Jobs(FakeExecutor(), {}, AttemptFolders(machine)),
+        FakeExecutor(),
         AttemptFolder(machine),
         JobOrder("r-s-1", "sft", 1, {}, {}, "", "", image=IMAGE),
     )

@@ -116,6 +116,9 @@ COMMANDS = {
     "token rotate": ["--days", "--output", "-o", "ID"],
     "token revoke": ["ID"],
     "token ls": ["--output", "-o"],
+    "executor add": ["--output", "-o", "FILE"],
+    "executor doctor": ["--output", "--wait", "-o", "[NAME]"],
+    "executor ls": ["--output", "-o"],
     "doctor": ["--accept-loss", "--end-orphans", "--output", "--probe", "--ray", "-o"],
 }
 EXIT_CODES = {
@@ -183,7 +186,7 @@ def test_help_lists_the_verbs_in_the_order_of_a_days_work() -> None:
     verbs += " ls get logs why diff compare trace note sample eval"
     verbs += " export promote approve reject rollback channel lineage verify"
     verbs += " serve login logout whoami project member token sink track"
-    verbs += " asset import gc backup restore erase doctor"
+    verbs += " asset import gc backup restore erase doctor executor"
     assert group.list_commands(context) == verbs.split()  # type: ignore[attr-defined]
 
 
@@ -220,6 +223,9 @@ def test_every_reading_command_speaks_json() -> None:
         "restore",
         "erase",
         "doctor",
+        "executor add",
+        "executor doctor",
+        "executor ls",
         "whoami",
         *("project ls", "project images", "member ls", "token ls", "token issue", "token rotate"),
     }

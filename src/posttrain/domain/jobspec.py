@@ -9,6 +9,7 @@ image runs. A project lists the images that its runs may name: an entry is such 
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 from collections.abc import Collection, Mapping
@@ -17,7 +18,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from posttrain.domain.canonical import DIGEST_PREFIX, digest_bytes
 from posttrain.domain.errors import InputError
 
 SPEC_SCHEMA = 1
@@ -56,7 +56,7 @@ class JobRef:
 
 def external_name(job: JobRef) -> str:
     """Return a job's name on a cluster that several workspaces share: that of its attempt, and of its mailbox."""
-    return f"{job.name}.pt-{digest_bytes(job.mailbox.encode()).removeprefix(DIGEST_PREFIX)[:12]}"
+    return f"{job.name}.pt-{hashlib.sha256(job.mailbox.encode()).hexdigest()[:12]}"
 
 
 def secret_fault(name: str) -> str:

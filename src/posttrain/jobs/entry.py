@@ -318,7 +318,7 @@ def _class_of(error: BaseException) -> FailureClass:
     if isinstance(error, OSError) and error.errno in _BROKEN:
         return FailureClass.INFRASTRUCTURE
     trace = trace_in(str(error)) if type(error) is RuntimeError or _of_torch(error) else None
-    if trace is not None:
+    if trace is not None and trace.kind is FailureClass.INFRASTRUCTURE:
         return trace.kind
     lacks = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
     kind, library = type(error), type(error).__module__.partition(".")[0]
