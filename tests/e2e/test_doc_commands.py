@@ -109,13 +109,20 @@ def is_agent(words: list[str]) -> bool:
     return words == ["python", "-m", "posttrain.execution.agent", "MAILBOX"]
 
 
-MATCHED: list[Callable[[list[str]], bool]] = [is_make, is_install, is_benchmark, is_mutants, is_demo, is_agent]
+def is_of_a_cluster(words: list[str]) -> bool:
+    """What needs a cluster or an object store: tests/e2e/test_clusters.py types it (make slurm, make ray)."""
+    return words[:2] == ["posttrain", "executor"] or (words[:2] == ["posttrain", "init"] and "--mailboxes" in words)
+
+
+MATCHED: list[Callable[[list[str]], bool]] = [
+    *(is_make, is_install, is_benchmark, is_mutants, is_demo, is_agent, is_of_a_cluster),
+]
 
 
 def run_here(command: Command) -> bool:
     """Whether the slow test below types it."""
     words = command.words
-    return words[0] == "posttrain" and words[1] in {*VERBS, "--help"} - {"demo"}
+    return words[0] == "posttrain" and words[1] in {*VERBS, "--help"} - {"demo"} and not is_of_a_cluster(words)
 
 
 @pytest.mark.parametrize("page", sorted({command.page for command in COMMANDS}))
