@@ -13,6 +13,16 @@ import pytest
 from tiny_run import make_template, once
 from workbench import Reference, Workbench
 
+from s3_server import KEYS, s3_server, use_s3
+
+
+@pytest.fixture
+def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
+    """An S3 server with the bucket `far`: the variables with which a process reaches it."""
+    with s3_server("far") as address:
+        use_s3(monkeypatch, address)
+        yield {"AWS_ENDPOINT_URL": address, **{f"AWS_{name}": value for name, value in KEYS.items()}}
+
 
 @pytest.fixture(scope="session")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -17,7 +17,6 @@ from posttrain.store.attempts import mailbox_at
 from posttrain.store.mailbox import Mailbox
 from posttrain.store.staging import StagingArea
 from ray_cluster import Cluster as Ray
-from s3_server import KEYS, s3_server, use_s3
 from slurm_cluster import Cluster as Slurm
 
 ON = {"placement": {"collocated": {"gpus": 1, "kind": "h100"}}}
@@ -29,13 +28,6 @@ SLURM: dict[str, Any] = {
     },
     "default": "small",
 }
-
-
-@pytest.fixture
-def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
-    with s3_server("far") as address:
-        use_s3(monkeypatch, address)
-        yield {"AWS_ENDPOINT_URL": address, **{f"AWS_{name}": value for name, value in KEYS.items()}}
 
 
 @pytest.fixture

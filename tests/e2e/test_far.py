@@ -24,16 +24,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "contract"))
 from far import HERE
 from installed import install, on_path
 
-from s3_server import KEYS, s3_server, use_s3
+from s3_server import KEYS
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture
-def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
-    with s3_server("far") as address:
-        use_s3(monkeypatch, address)
-        yield {"AWS_ENDPOINT_URL": address, **{f"AWS_{name}": value for name, value in KEYS.items()}}
 
 
 @pytest.fixture

@@ -286,6 +286,8 @@ def test_what_a_flavour_requests_reaches_sbatch_and_no_variable_does(
     assert "bootstrap-of-the-job" not in words
     assert "a secret of the driver" not in words + script
     assert "ray.scripts.scripts start --head" in script
+    assert "RAY_AUTH_MODE,RAY_AUTH_TOKEN" in script, "srun exports the token that the cluster over the nodes requires"
+    assert script.count("srun $public") == script.count("srun ") == 2
 
 
 REFUSED: list[tuple[Callable[[JobSpec], JobSpec], str]] = [

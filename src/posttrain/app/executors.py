@@ -57,6 +57,7 @@ class Probed:
     executor: str
     trouble: str = ""  # why jobs cannot run there; empty: they can
     action: str = ""
+    warning: str = ""  # what a job would miss there, if it needs it
     waited: float = 0.0  # seconds from the submission to the report
     skew: float = 0.0  # seconds that the node's clock is ahead of this machine's
     report: dict[str, Any] = field(default_factory=dict)  # node, python, accelerators, packages, seconds …
@@ -156,20 +157,21 @@ def _probe(workspace: Workspace, name: str, flavour: Flavour, executor: Executor
         while True:
             before, report = time.time(), mailbox.document(PROBED)
             if report is not None:
-                return _judged(name, executor, code, report, begun, before)
+                return _judged(name, flavour, code, report, begun, before)
             if seen.gone:
-                return Probed(name, executor.name, _without_report(seen), _remedy(seen), time.time() - begun)
+                return Probed(name, executor.name, _without_report(seen), _remedy(seen), waited=time.time() - begun)
             if seen.state is JobState.RUNNING and mailbox.started() is None:
                 running = running or time.time()
                 if time.time() - running > _SILENT_SECONDS:
                     why = (
                         f"node {seen.node}: the probe has run for {_SILENT_SECONDS:.0f} s without reaching the mailbox"
                     )
-                    return Probed(name, executor.name, why, _NO_ACCESS, time.time() - begun)
+                    return Probed(name, executor.name, why, _NO_ACCESS, waited=time.time() - begun)
             if time.time() - begun > patience:
                 why = seen.detail or f"its job is {seen.state}"
                 action = "wait longer with --wait, or choose other nodes"
-                return Probed(name, executor.name, f"no report within {patience:.0f} s: {why}", action, patience)
+                said = f"no report within {patience:.0f} s: {why}"
+                return Probed(name, executor.name, said, action, waited=patience)
             time.sleep(_LOOK_SECONDS)
             with suppress(InfrastructureError):
                 seen = executor.observe([spec])[0]
@@ -208,13 +210,15 @@ def _spec(workspace: Workspace, name: str, flavour: Flavour) -> JobSpec:
 
 
 def _judged(
-    name: str, executor: Executor, code: dict[str, str], report: dict[str, Any], begun: float, before: float
+    name: str, flavour: Flavour, code: dict[str, str], report: dict[str, Any], begun: float, before: float
 ) -> Probed:
-    """Compare a report with this machine; the report was written after `before` minus one look."""
+    """Compare a report with this machine and its flavour; it was written after `before` minus one look."""
     now, at = time.time(), float(report["at"])
     skew = at - min(max(at, before - 2 * _LOOK_SECONDS), now)
-    found = Probed(name, executor.name, waited=now - begun, skew=skew, report=report)
-    trouble, action = "", ""
+    seen, trouble, action, warning = len(report["accelerators"]), "", "", ""
+    if seen < flavour.gpus_per_node:
+        why = f" ({report['trouble']})" if report["trouble"] else ""
+        warning = f"torch sees {seen} of the flavour's {flavour.gpus_per_node} GPUs of a node{why}"
     other = next((one for one in code if report["code"].get(one) != code[one]), None)
     if other is not None:
         mine, theirs = code[other][:19], str(report["code"].get(other))[:19]
@@ -223,7 +227,7 @@ def _judged(
     elif abs(skew) > _SKEW_SECONDS:
         trouble = f"node {report['node']}: its clock differs by {skew:+.0f} s from this machine's"
         action = "set the clock of the node or of this machine, for example with NTP"
-    return Probed(name, executor.name, trouble, action, found.waited, skew, report)
+    return Probed(name, flavour.executor, trouble, action, warning, now - begun, skew, report)
 
 
 def _without_report(seen: Observation) -> str:

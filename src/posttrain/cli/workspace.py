@@ -284,11 +284,8 @@ def add_executors(
     _refuse_beside_a_server("executor add")
     with closing(open_workspace()) as workspace:
         found = declare(workspace, file)
-        served = workspace.served
     answer_json(output, lambda: found.model_dump(mode="json", exclude_unset=True))
     say(*(f"flavour {name}: executor {one.executor}" for name, one in found.flavours.items()))
-    if served:
-        say("its server still uses its earlier settings: restart posttrain serve")
     say("next: posttrain executor doctor")
 
 
@@ -372,6 +369,7 @@ def _probe_lines(one: Probed) -> list[str]:
         f"     Python {said['python']}, {packages}",
         f"     store: PUT {1e3 * times['put']:.0f} ms, GET {1e3 * times['get']:.0f} ms, "
         f"LIST {1e3 * times['list']:.0f} ms (1 MiB); clock {one.skew:+.1f} s",
+        *([f"     warning: {one.warning}"] if one.warning else []),
     ]
 
 

@@ -140,6 +140,12 @@ class Cluster(_Given):
             if flavour.executor not in self.executors:
                 near = nearest(flavour.executor, self.executors)
                 raise ValueError(f"flavours.{name}: executor must be one of executors, got {flavour.executor!r}{near}")
+            executor = self.executors[flavour.executor]
+            given = [*flavour.options(), *(one for one in ("time_limit", "image") if getattr(flavour, one) is not None)]
+            if executor.kind == "ray" and given:
+                raise ValueError(f"flavours.{name}: {given[0]} must be left out on Ray, which has no such option")
+            if flavour.image and not executor.container:
+                raise ValueError(f"flavours.{name}: image needs `container` of executor {flavour.executor}, got none")
         if self.default is not None and self.default not in self.flavours:
             near = nearest(self.default, self.flavours)
             raise ValueError(f"default must be one of flavours, got {self.default!r}{near}")

@@ -130,10 +130,10 @@ class NotAskedError(InfrastructureError):
 
 
 class Patience:
-    """Asks a back-end that may not answer.
+    """Sends requests to a back-end that may not answer.
 
-    After a request without an answer, nothing is asked for a while. At most `_AT_ONCE` requests are under way: a
-    thread that cannot ask soon fails instead of waiting, so that work for other back-ends continues.
+    After an unanswered request, it sends none for `_PAUSE_SECONDS`. It sends at most `_AT_ONCE` requests at a time. A
+    thread that would have to wait longer than `_WAIT_SECONDS` gets an error, so it can work for other back-ends.
     """
 
     def __init__(self, name: str) -> None:

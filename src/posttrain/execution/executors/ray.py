@@ -75,9 +75,10 @@ class RayExecutor:
     def submit(self, spec: JobSpec) -> Submission:
         """See `Executor.submit`. The handle is Ray's id of the submission."""
         group = spec.gang[0]
-        if len(spec.gang) != 1 or group.min != group.max or group.topology or spec.options:
-            wrong = ", ".join(spec.options) or "several groups"
-            raise InputError(f"job {spec.name}: executor {self.name} starts one group and has no queues, got {wrong}")
+        if len(spec.gang) != 1 or group.min != group.max or group.topology:
+            raise InputError(f"job {spec.name}: executor {self.name} starts one group of equal nodes; request that")
+        if unmet := [*spec.options, *(["time_limit"] if spec.time_limit else []), *spec.avoid]:
+            raise InputError(f"job {spec.name} requests {unmet[0]}, which executor {self.name} lacks; leave it out")
         if spec.image:
             raise InputError(f"job {spec.name} requests image {spec.image}, which executor {self.name} cannot run")
         key = external_name(spec)
@@ -117,7 +118,7 @@ class RayExecutor:
     def kill(self, job: JobRef) -> None:
         """See `Executor.kill`. Ray sends SIGTERM, and SIGKILL some seconds later."""
         if external_name(job) in self._jobs():
-            with suppress(_RefusedError):  # the job ended meanwhile
+            with suppress(_RefusedError):  # the job has ended since the list
                 self._ask(lambda client: client.stop_job(external_name(job)))
 
     def list(self, prefix: str) -> list[Listed]:
