@@ -117,7 +117,7 @@ containers: $(VENV)/.dev ## jobs in containers of a real podman: what they compu
 	@command -v podman >/dev/null || { echo "make containers needs podman: apt-get install -y podman runc" >&2; exit 1; }
 	$(BIN)/python -m pytest -m containers --timeout 3000 --durations 12 $$(grep -rl 'mark.containers' tests --include='test_*.py')
 
-slurm: $(VENV)/.dev ## jobs on a Slurm cluster of two nodes, which is started on loopback for them and stopped
+slurm: $(VENV)/.ray ## jobs on a Slurm cluster of two nodes, which is started on loopback for them and stopped
 	@$(BIN)/python tests/slurm_cluster.py
 	$(BIN)/python -m pytest -m slurm --timeout 3000 --durations 12 $$(grep -rl 'mark.slurm' tests --include='test_*.py')
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import re
 import stat
+import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -156,3 +160,50 @@ def leaves_nothing(bench: Workbench, tmp_path: Path) -> None:
     assert list(StagingArea(bench.environment["POSTTRAIN_STORE"]).stored()) == []
     assert processes.carrying("POSTTRAIN_SCRATCH", str(tmp_path / "scratch")) == []
     assert list((tmp_path / "scratch").glob("job-*")) == []
+
+
+def gang_of(bench: Workbench) -> str | None:
+    """The address of the Ray cluster over the nodes of the running job."""
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):
+            variables = path.read_bytes()
+            found = re.search(rb"POSTTRAIN_GANG=([^\0]+:\d+)\0", variables)
+            if found and str(bench.folder.parent).encode() in path.with_name("cmdline").read_bytes():
+                return found[1].decode()
+    return None
+
+
+_STRANGER = "import ray, sys; ray.init(address=sys.argv[1], log_to_driver=False); print('inside')"
+
+
+@pytest.mark.slurm
+def test_a_job_of_two_nodes_has_a_ray_cluster_that_only_its_token_opens(
+    bench: Workbench, empty: Workbench, slurm: Slurm, tmp_path: Path, s3: dict[str, str]
+) -> None:
+    bench.environment |= slurm.environment
+    wide = {"executor": "slurm-a", "partition": "low", "nodes": 2, "cpus": 2}
+    executors = {"slurm-a": {"kind": "slurm", "settle": "2s", "python": node_python(tmp_path, s3)}}
+    bench.write("executors.yaml", {"executors": executors, "flavours": {"wide": wide}})
+    bench.run("executor", "add", "executors.yaml")
+    bench.run("executor", "doctor")
+    sft = {**RUN["stages"]["sft"], "steps": 300}
+    run = {key: value for key, value in RUN.items() if key not in ("gates", "release", "rewards")}
+    placed = {"placement": {"collocated": {"cpus": 4, "ranks": 2, "kind": "wide"}}}
+    bench.write("run.yaml", {**run, "stages": {"sft": {**sft, **placed}}})
+    running = bench.start("run", "run.yaml")
+    address = bench.wait("the cluster of the gang", lambda: gang_of(bench))
+    assert slurm.ask("squeue", "-h", "--states=RUNNING", "-o", "%D") == "2"
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+
+    def refused() -> bool:
+        words = [sys.executable, "-c", _STRANGER, address]
+        done = subprocess.run(words, env=kept, capture_output=True, text=True, check=False, timeout=PATIENCE)
+        assert "inside" not in done.stdout
+        return "token" in done.stderr.lower()
+
+    bench.wait("the refusal of who has no token", refused)
+    ended = bench.finish(running)
+    assert ended.code == 0, ended.err
+    empty.write("run.yaml", {**run, "stages": {"sft": {**sft, "placement": {"collocated": {"ranks": 2}}}}})
+    empty.run("run", "run.yaml")
+    assert bench.outputs(bench.run_id()) == empty.outputs(empty.run_id())

@@ -19,7 +19,7 @@ from posttrain.app.workspace import Workspace
 from posttrain.control.decide import nodes_to_avoid
 from posttrain.control.reconciler import Reconciler
 from posttrain.domain.errors import InfrastructureError, InputError, NotFoundError, trace_in
-from posttrain.domain.flavours import Cluster
+from posttrain.domain.flavours import Cluster, Flavour
 from posttrain.domain.jobs import NODE_FAILED, Cause, Observation
 from posttrain.domain.jobspec import JobRef
 from posttrain.domain.validation import validated
@@ -89,12 +89,21 @@ def test_a_gang_has_as_many_nodes_as_its_devices_need(devices: int, pods: tuple[
     flavour = lab().flavours["h100"]
     if pods is None:
         with pytest.raises(InputError, match=rf"a job on flavour h100 must have .* GPUs .* got {devices}; request"):
-            flavour.gang("h100", devices)
+            flavour.gang("h100", devices, {})
         return
-    gang = flavour.gang("h100", devices)
+    gang = flavour.gang("h100", devices, {})
     assert (gang.min, gang.gpus) == pods
     assert gang.kind == ("h100" if devices else "")
     assert gang.memory == 1000 << 30
+
+
+def test_a_job_on_nodes_without_gpus_has_as_many_as_its_cores_need() -> None:
+    flavour = Flavour(executor="slurm-a", cpus=4, nodes=2)
+    gangs = {cpus: {"placement": {"collocated": {"cpus": cpus, "kind": "wide"}}} for cpus in (1, 4, 8, 6, 12)}
+    assert [flavour.gang("wide", 0, gangs[cpus]).min for cpus in (1, 4, 8)] == [1, 1, 2]
+    for cpus, how in ((6, "a multiple of 4"), (12, "at most 8")):
+        with pytest.raises(InputError, match=rf"a job on flavour wide must have {how} cpus .* got {cpus}; request"):
+            flavour.gang("wide", 0, gangs[cpus])
 
 
 def workspace_in(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Workspace:

@@ -198,7 +198,7 @@ def _spec(workspace: Workspace, name: str, flavour: Flavour) -> JobSpec:
         f"{_STEP}-{name}-{token}",
         f"{workspace.channels}/{_STEP}/{name}/{token}",
         PROBE,
-        gang=(flavour.gang(name, flavour.gpus_per_node),),
+        gang=(flavour.gang(name, flavour.gpus_per_node, {}),),
         image=flavour.image or "",
         labels={WORKSPACE: f"{workspace.place()}/{_STEP}", RUN: _STEP, STAGE: name},  # not an orphan of the workspace
         epoch=1,

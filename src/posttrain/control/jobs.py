@@ -216,7 +216,7 @@ def spec_of(
         spec = JobSpec(
             *(job.name, job.mailbox, compiled.module),
             dict(compiled.environment),
-            gang=(flavour.gang(name, compiled.devices) if flavour else PodGroup(gpus=compiled.devices),),
+            gang=(flavour.gang(name, compiled.devices, plan.params) if flavour else PodGroup(gpus=compiled.devices),),
             image=order.image or (flavour.image if flavour else None) or "",
             secrets=(*compiled.secrets, *sorted(of_rewards - set(compiled.secrets))),
             max_seconds=None if allowed is None else max(0.0, allowed) + _OVERTIME_SECONDS,

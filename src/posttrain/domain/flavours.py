@@ -42,6 +42,10 @@ def _as_words(value: Any) -> Any:
 Words = Annotated[tuple[Annotated[str, Field(min_length=1, max_length=1000)], ...], BeforeValidator(_as_words)]
 
 
+def _placement(params: Mapping[str, Any]) -> Placement:
+    return Placement.model_validate(params.get("placement", COLLOCATED))
+
+
 class _Given(Frozen):
     @model_serializer(mode="wrap")
     def _written(self, written: Any) -> dict[str, Any]:
@@ -97,30 +101,28 @@ class Flavour(_Given):
         named = {name: getattr(self, name) for name in ("partition", "qos", "account", "constraint", "reservation")}
         return {name: value for name, value in named.items() if value is not None}
 
-    def gang(self, name: str, devices: int) -> PodGroup:
-        """Return the pods of a job with this number of devices.
+    def gang(self, name: str, devices: int, params: Mapping[str, Any]) -> PodGroup:
+        """Return the pods of a job: as many nodes as its devices need, or its cores on a flavour without GPUs.
 
         Args:
             name: the flavour's.
+            params: of the job's stage.
 
         Raises:
-            InputError: the flavour's nodes do not have as many devices, or they cannot be divided evenly among nodes.
+            InputError: the flavour's nodes have fewer, or a job of several nodes does not use whole nodes.
         """
-        if not self.gpus_per_node or devices <= self.gpus_per_node:
-            return self._pods(name, 1, devices if self.gpus_per_node else 0)
-        pods, rest = divmod(devices, self.gpus_per_node)
+        cores = sum(pool.resources.cpus or 0 for pool in _placement(params).pools().values())
+        wanted, each, what = (devices, self.gpus_per_node, "GPUs") if self.gpus_per_node else (cores, self.cpus, "cpus")
+        pods, rest = (1, 0) if wanted <= each else divmod(wanted, each)
         if rest or pods > self.nodes:
-            most = self.gpus_per_node * self.nodes
-            how = f"a multiple of {self.gpus_per_node}" if devices <= most else f"at most {most}"
+            how = f"a multiple of {each}" if wanted <= each * self.nodes else f"at most {each * self.nodes}"
             raise InputError(
-                f"placement: a job on flavour {name} must have {how} GPUs ({self.nodes} nodes of "
-                f"{self.gpus_per_node}), got {devices}; request others, or change the flavour: posttrain executor add"
+                f"placement: a job on flavour {name} must have {how} {what} ({self.nodes} nodes of {each}), got "
+                f"{wanted}; request others, or change the flavour: posttrain executor add"
             )
-        return self._pods(name, pods, self.gpus_per_node)
-
-    def _pods(self, name: str, many: int, gpus: int) -> PodGroup:
+        gpus = min(devices, self.gpus_per_node)
         kind = (self.type or name) if gpus else ""
-        return PodGroup(min=many, max=many, cpus=self.cpus, memory=self.memory or 0, gpus=gpus, kind=kind)
+        return PodGroup(min=pods, max=pods, cpus=self.cpus, memory=self.memory or 0, gpus=gpus, kind=kind)
 
 
 class Cluster(_Given):
@@ -165,8 +167,7 @@ class Cluster(_Given):
         Raises:
             InputError: the placement names several flavours, which one job cannot have.
         """
-        placement = Placement.model_validate(params.get("placement", COLLOCATED))
-        kinds = {pool.resources.kind for pool in placement.pools().values()} - {None}
+        kinds = {pool.resources.kind for pool in _placement(params).pools().values()} - {None}
         named = sorted(kind for kind in kinds if kind in self.flavours)
         runtime = params.get("runtime")
         elsewhere = isinstance(runtime, Mapping) and runtime.get("ray_address")  # whose kinds are that cluster's

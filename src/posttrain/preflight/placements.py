@@ -119,7 +119,7 @@ def _refuse_flavour(
             "add `container` to it (posttrain executor add), or leave image out"
         )
     try:
-        flavour.gang(name, trainer.devices(stage.kind, stage.params))
+        flavour.gang(name, trainer.devices(stage.kind, stage.params), stage.params)
     except InputError as error:
         raise InputError(f"{source}: stages.{stage.name}: {error}") from error
     if not is_served(workspace.root) and not workspace.is_proven(name):
