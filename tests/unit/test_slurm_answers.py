@@ -189,17 +189,20 @@ def test_a_controller_that_did_not_answer_sbatch_may_have_the_job(line: Line, tm
 def test_a_line_that_hangs_is_asked_once_in_a_while(
     line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls: list[object] = []
+    calls: list[float] = []
 
     def hangs(*words: object, timeout: float, **_: object) -> None:
-        calls.append(words)
+        calls.append(timeout)
         raise slurm.subprocess.TimeoutExpired("ssh", timeout)
 
     monkeypatch.setattr(slurm.subprocess, "run", hangs)
     for wanted in ("did not answer within", "does not answer; asking again in"):
         with pytest.raises(InfrastructureError, match=wanted):
             line.executor.observe([spec(tmp_path)])
-    assert len(calls) == 1
+    monkeypatch.setattr("posttrain.execution.ports.time.monotonic", lambda: 1e9)
+    with pytest.raises(InfrastructureError, match="did not answer within 5 s"):
+        line.executor.observe([spec(tmp_path)])
+    assert calls == [20.0, 5.0], "a trial is short, since the thread may have jobs on other executors to decide on"
 
 
 def test_jobs_of_others_and_damaged_rows_stop_no_other_job(line: Line, tmp_path: Path) -> None:

@@ -210,6 +210,7 @@ WAIT = re.compile(
     r"^(?P<name>_?[A-Z_]*(?:SECONDS|TIMEOUT|GRACE|CLOSING|LEAVING|ALONE|PATIENCE)\w*)\s*=\s*(?P<value>[0-9.]+)", re.M
 )
 SHORT_WAITS = {
+    "execution/ports.py:_TRIAL_SECONDS": "a back-end that was silent before is asked again half a minute later",
     "execution/ports.py:_WAIT_SECONDS": "then the work is tried again later, and other work begins",
     "app/executors.py:_LOOK_SECONDS": "between two looks at a probe",
     "execution/agent.py:_FENCE_SECONDS": "between two looks at who has the attempt",

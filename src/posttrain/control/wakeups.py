@@ -2,8 +2,8 @@
 
 A run is due again at a time that its rows contain, or when one of its jobs changes. One `Wakeups` watches the jobs of
 all runs of a driver. It observes all jobs with one request to each executor, at most twice in `OBSERVE_SECONDS` if
-there are many jobs, and reads each job's reports; it does not query the ledger. An executor that does not answer delays
-no job of another.
+there are many jobs, and reads each job's reports; it does not query the ledger. A remote executor is
+asked in a thread, since it may not answer.
 
 An error of one object is recorded, and the pass over the object is retried with back-off; other objects are not
 affected. A lost race is not an error: the next pass reads the current rows. Bytes that do not match their digest fail a

@@ -27,6 +27,7 @@ from posttrain.store.attempts import AttemptFolder
 
 T = TypeVar("T")
 _PAUSE_SECONDS = 30.0
+_TRIAL_SECONDS = 5.0
 _WAIT_SECONDS = 2.0
 _AT_ONCE = 2  # requests to one back-end
 
@@ -132,16 +133,17 @@ class NotAskedError(InfrastructureError):
 class Patience:
     """Sends requests to a back-end that may not answer.
 
-    After an unanswered request, it sends none for `_PAUSE_SECONDS`. It sends at most `_AT_ONCE` requests at a time. A
-    thread that would have to wait longer than `_WAIT_SECONDS` gets an error, so it can work for other back-ends.
+    After an unanswered request, it sends none for `_PAUSE_SECONDS`, and waits `_TRIAL_SECONDS` for the next answer. It
+    sends at most `_AT_ONCE` requests at a time. A thread that would have to wait longer than `_WAIT_SECONDS` before its
+    request is sent gets an error, so it can work for other back-ends.
     """
 
     def __init__(self, name: str) -> None:
-        self._name, self._until = name, 0.0
+        self._name, self._until, self._silent = name, 0.0, False
         self._room = threading.BoundedSemaphore(_AT_ONCE)
 
-    def ask(self, request: Callable[[], T], seconds: float) -> T:
-        """Return the answer to a request, which raises TimeoutError after `seconds`.
+    def ask(self, request: Callable[[float], T], seconds: float) -> T:
+        """Return the answer to a request, which gets its deadline in seconds and raises TimeoutError after it.
 
         Raises:
             NotAskedError: there was no answer a moment ago, or others wait for one.
@@ -151,13 +153,16 @@ class Patience:
             raise NotAskedError(f"executor {self._name} does not answer; asking again in {left:.0f} s")
         if not self._room.acquire(timeout=_WAIT_SECONDS):
             raise NotAskedError(f"executor {self._name} has not answered earlier requests yet; asking again soon")
+        limit = min(seconds, _TRIAL_SECONDS) if self._silent else seconds
         try:
-            return request()
+            answer = request(limit)
         except TimeoutError as error:
-            self._until = time.monotonic() + _PAUSE_SECONDS
-            raise InfrastructureError(f"executor {self._name} did not answer within {seconds:g} s") from error
+            self._until, self._silent = time.monotonic() + _PAUSE_SECONDS, True
+            raise InfrastructureError(f"executor {self._name} did not answer within {limit:g} s") from error
         finally:
             self._room.release()
+        self._silent = False
+        return answer
 
 
 class Trainer(Protocol):

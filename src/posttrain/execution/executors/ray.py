@@ -187,7 +187,7 @@ class RayExecutor:
             InfrastructureError: there was no answer.
         """
 
-        def answer() -> T:
+        def answer(limit: float) -> T:
             future: Future[T] = Future()
 
             def work() -> None:
@@ -197,7 +197,7 @@ class RayExecutor:
                     future.set_exception(error)
 
             threading.Thread(target=work, daemon=True).start()
-            return future.result(_SECONDS)
+            return future.result(limit)
 
         try:
             return self._patience.ask(answer, _SECONDS)

@@ -271,11 +271,11 @@ class SlurmExecutor:
         mark, prefix = secrets.token_hex(12), self._settings.command or ("sh", "-c")
         whole = f"LC_ALL=C; export LC_ALL; echo {mark}; {_PLAIN}; ( {text} ); code=$?; echo; echo {mark} $code."
 
-        def answer() -> subprocess.CompletedProcess[bytes]:
+        def answer(limit: float) -> subprocess.CompletedProcess[bytes]:
             try:
                 return subprocess.run(
                     [*prefix, f"exec sh -c {shlex.quote(whole)}"], input=given.encode(), capture_output=True,
-                    timeout=seconds, check=False, env=processes.without_keys(os.environ),
+                    timeout=limit, check=False, env=processes.without_keys(os.environ),
                 )  # fmt: skip
             except subprocess.TimeoutExpired as error:
                 raise TimeoutError from error
