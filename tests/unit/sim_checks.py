@@ -6,23 +6,23 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from sim_ports import Rows, SimBlobs
+from sim_ports import Rows
 from sim_world import World
 
-from posttrain.control.jobs import AttemptFolders
 from posttrain.control.stores import Stores
 from posttrain.domain.ports import BlobStore
-from posttrain.domain.records import AttemptRecord
+from posttrain.domain.records import AttemptRecord, StageRecord
 from posttrain.store.audit import verify_rows
 from posttrain.store.sealer import seal, verify_chain
-from posttrain.store.trees import tree_digest, verify_tree
+from posttrain.store.trees import tree_listing, verify_tree
 
 HEEDED_SECONDS = 600.0  # from a stop to its end, once no fault comes any more
 LOOKED_SECONDS = 400.0  # until a driver that has a run looks at what waits there; a lease is shorter, of one that froze
 _HELD = "SELECT object, lease_owner FROM work WHERE kind = 'run' AND lease_owner IS NOT NULL AND lease_until > ?"
 _BACKED_OFF = (  # a stage with a row of its own in the queue raised, and has a time of its own
     "SELECT run_id, name FROM stages WHERE state = 'ready' AND reason = 'BackOff' AND not_before <= ? "
-    "AND NOT EXISTS (SELECT 1 FROM work WHERE kind = 'stage' AND object = run_id || '/' || name)"
+    "AND NOT EXISTS (SELECT 1 FROM work WHERE kind = 'stage' AND object = run_id || '/' || name) "
+    "AND NOT EXISTS (SELECT 1 FROM stages AS other WHERE other.run_id = stages.run_id AND other.state = 'failed')"
 )
 _FINAL = ("succeeded", "failed", "rejected", "stopped")
 
@@ -74,7 +74,7 @@ def check_now(world: World, rows: Rows, stops: dict[str, float], living: set[str
         world.must(owner is None or owner in living, f"{name} is held by {owner}, who died long ago")
 
 
-def check_end(world: World, stores: Stores, folders: AttemptFolders, rows: Rows, blobs: SimBlobs) -> dict[str, int]:
+def check_end(world: World, stores: Stores, rows: Rows) -> dict[str, int]:
     """What must hold at the end; how much of what there was."""
     for run_id, state, reason in rows.all("SELECT id, state, reason FROM runs"):
         world.must(state in _FINAL, f"{run_id} is {state} ({reason}) at the end")
@@ -83,8 +83,8 @@ def check_end(world: World, stores: Stores, folders: AttemptFolders, rows: Rows,
     seal(stores.ledger)
     world.must(verify_chain(stores.ledger).pending == 0, "events are not sealed")
     verify_rows(stores.ledger)
-    _stages(world, stores, folders, rows)
-    _releases(world, rows, blobs)
+    _stages(world, stores, rows)
+    _releases(world, rows, stores.blobs)
     return {
         name: int(rows.one(f"SELECT count(*) FROM {name}"))
         for name in ("runs", "stages", "attempts", "releases", "events")
@@ -114,7 +114,7 @@ def check_told(world: World, rows: Rows, told: Sequence[tuple[str, ...]], answer
         world.must(state == "succeeded", f"{name} left its result, and the attempt is {state}")
 
 
-def _stages(world: World, stores: Stores, folders: AttemptFolders, rows: Rows) -> None:
+def _stages(world: World, stores: Stores, rows: Rows) -> None:
     """At most one attempt of a stage published; what it left is there, and is what it left."""
     query = "SELECT subject, kind FROM events WHERE kind IN ('attempt.succeeded', 'stage.succeeded')"
     told: dict[tuple[str, str], int] = {}
@@ -131,36 +131,28 @@ def _stages(world: World, stores: Stores, folders: AttemptFolders, rows: Rows) -
             live = [one for one in own if one.state in ("planned", "launched")]
             world.must(not live, f"{run_id}/{stage.name} is {stage.state} and an attempt is {live and live[0].state}")
             if stage.state == "succeeded":
-                _outputs(
-                    world, stores.blobs, folders, stage.outputs, winners, f"{run_id}/{stage.name}", stage.cached_from
-                )
+                _outputs(world, stores.blobs, stage, winners, f"{run_id}/{stage.name}")
         for attempt in attempts:
             if attempt.resume is not None:
                 verify_tree(stores.blobs, attempt.resume)
 
 
-def _outputs(
-    world: World,
-    blobs: BlobStore,
-    folders: AttemptFolders,
-    outputs: Any,
-    winners: list[AttemptRecord],
-    name: str,
-    cached: str | None,
-) -> None:
-    for output, blob in outputs.items():
+def _outputs(world: World, blobs: BlobStore, stage: StageRecord, winners: list[AttemptRecord], name: str) -> None:
+    cached = stage.cached_from
+    for output, blob in stage.outputs.items():
         if blob["form"] == "tree":
             verify_tree(blobs, blob["digest"])
         else:
             blobs.get(blob["digest"])
-        if winners and blob["form"] == "tree":
-            left = tree_digest(folders.of(winners[0]).outputs / output)
-            world.must(left == blob["digest"], f"{name}: {output} is not what {winners[0].name} left")
+        if output in ("model", "items"):  # written by the job whose result says so, not by a twin of it
+            file = tree_listing(blobs, blob["digest"])["model.safetensors"].digest if output == "model" else blob["digest"]
+            left, by = blobs.get(file).decode(), f"job {stage.metrics['by']:.0f}"
+            world.must(left == by, f"{name}: {output} is what {left} left, and {by} has the result")
     if name.rpartition("/")[2] not in ("gate", "approval", "release"):
         world.must(len(winners) == (0 if cached else 1), f"{name} succeeded by {len(winners)} attempts, from {cached}")
 
 
-def _releases(world: World, rows: Rows, blobs: SimBlobs) -> None:
+def _releases(world: World, rows: Rows, blobs: BlobStore) -> None:
     """The history of every channel is a line, and moves forward by a PASS on exactly that model only."""
     query = "SELECT channel, sequence, action, model_digest, report_digest FROM releases ORDER BY channel, sequence"
     last: dict[str, tuple[int, str]] = {}
@@ -169,7 +161,7 @@ def _releases(world: World, rows: Rows, blobs: SimBlobs) -> None:
         world.must(sequence == before + 1, f"{channel}: release {sequence} follows {before}")
         world.must(model != digest, f"{channel}: release {sequence} is published twice")
         verify_tree(blobs, model)
-        report = json.loads(blobs.held[report_digest])
+        report = json.loads(blobs.get(report_digest))
         world.must(report["candidate"] == model, f"{channel}: release {sequence} by a report of another model")
         judged = report["release"] if report["channel"] == channel else None
         world.must(action != "promote" or judged in (None, before), f"{channel}: {sequence} was judged at {judged}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,6 +23,7 @@ from sim_ports import (
     SimDatabase,
     SimExecutor,
     SimFolder,
+    SimFolders,
     Weather,
     sim_folders,
 )
@@ -68,10 +70,9 @@ class Simulation:
         self.rows = Rows(root / "ledger.db")
         self.channels: dict[str, dict[str, bytes]] = {}
         self.channel = Outside(world, weather, "channel")
-        self.blobs = SimBlobs(Outside(world, weather, "store"))
-        self.jobs = Jobs(world, self._folder, lambda: self.rows)
+        self.blobs, self.jobs = self._made_blobs(), self._made_jobs()
         self.jobs.rates = {"breaks": dice.choice((0.0, 0.1, 0.3))}
-        self.executor = SimExecutor(Outside(world, weather, "executor"), self.jobs.begin, _hostility(world))
+        self.executor = self._made_executor()(Outside(world, weather, "executor"), self.jobs.begin, _hostility(world))
         self.executor.rates = {
             "lose_answers": 0.1, "lose_requests": 0.1, "late_requests": 0.1, "twice": 0.1, "deaf": 0.3
         }  # fmt: skip
@@ -80,9 +81,10 @@ class Simulation:
         self.executor.holds = self._holds
         self.executor.launched_by_rows = lambda name: bool(self._handle(name))
         self.trainers = {"native": NativeTrainer()}
-        alike = dice.random() < 0.5
+        alike = dice.random() < 0.5 and not self.executor.remote
         self.drivers = Drivers(world, lambda: self.rows, self._process, alike)
-        self.drivers.stays = self.hosts = not alike  # jobs belong to the host that began them
+        # jobs belong to the host that began them
+        self.drivers.stays = self.hosts = not alike and not self.executor.remote
         self.people = People(world, lambda: self.rows, self._process, most=dice.randint(3, 6))
         self.executor.doubted = self.people.lose_patience
         self.drivers.looks = self.people.meddle
@@ -104,21 +106,12 @@ class Simulation:
         world.add("people", self.people.live)
         world.add("weather", self.faults.come)
         try:
-            with (
-                patch("posttrain.control.reconciler.LEASE_SECONDS", LEASE_SECONDS),
-                patch("posttrain.control.reconciler.SWEEP_SECONDS", SWEEP_SECONDS),
-                patch("posttrain.store.hosts.BEAT_SECONDS", BEAT_SECONDS),
-                patch("posttrain.store.hosts.GONE_SECONDS", GONE_SECONDS),
-                patch.dict("posttrain.control.wakeups._WAITS", WAITS),
-                patch("posttrain.execution.processes.alive", self.jobs.alive),
-                patch("os.fsync", lambda handle: None),
-            ):
+            with ExitStack() as stack:
+                for one in self._patches():
+                    stack.enter_context(one)
                 world.run()
                 world.close()
-                end = self._process("end")
-                counts = check_end(world, end.stores, end.jobs.folders, self.rows, self.blobs)
-                check_budgets(world, self.rows, end.stores, self.jobs.spent)
-                check_told(world, self.rows, self.people.told, self.jobs.answered)
+                counts = self._end(self._process("end").stores)
         except Exception as error:
             raise DayFailedError(
                 f"seed {world.seed}: {error}\n{world.story()}\nagain: SEED={world.seed} make chaos"
@@ -128,15 +121,46 @@ class Simulation:
             self.database.close()
         return Day(world.seed, world.digest(), counts, world.story())
 
+    def _patches(self) -> list[Any]:
+        """What is another in this world than in production."""
+        return [
+            patch("posttrain.control.reconciler.LEASE_SECONDS", LEASE_SECONDS),
+            patch("posttrain.control.reconciler.SWEEP_SECONDS", SWEEP_SECONDS),
+            patch("posttrain.store.hosts.BEAT_SECONDS", BEAT_SECONDS),
+            patch("posttrain.store.hosts.GONE_SECONDS", GONE_SECONDS),
+            patch.dict("posttrain.control.wakeups._WAITS", WAITS),
+            patch("posttrain.execution.processes.alive", self.jobs.alive),
+            patch("os.fsync", lambda handle: None),
+        ]
+
+    def _end(self, stores: Stores) -> dict[str, int]:
+        """Check the end of the day; return how much of what there was."""
+        counts = check_end(self.world, stores, self.rows)
+        check_budgets(self.world, self.rows, stores, self.jobs.spent)
+        check_told(self.world, self.rows, self.people.told, self.jobs.answered)
+        return counts
+
+    def _made_blobs(self) -> Any:
+        return SimBlobs(Outside(self.world, self.weather, "store"))
+
+    def _made_executor(self) -> type[SimExecutor]:
+        return SimExecutor
+
+    def _made_jobs(self) -> Jobs:
+        return Jobs(self.world, self._folder, lambda: self.rows)
+
+    def _folders(self, host: str) -> SimFolders:
+        return sim_folders(self.root, self.channel, self.channels)
+
     def _folder(self, path: Path) -> SimFolder:
         return SimFolder(path, self.channel, self.channels)
 
     def _process(self, actor: str) -> Process:
         """What a process works with: a ledger of its own over what all share."""
         ledger = Ledger(self.database, SimClock(self.world), entropy=self.world.random.randbytes)
-        folders = sim_folders(self.root, self.channel, self.channels)
-        stores = Stores(ledger, self.blobs, SimClock(self.world), actor)
         host = actor.partition(":")[0]
+        folders = self._folders(host)
+        stores = Stores(ledger, self.blobs, SimClock(self.world), actor)
         if not self.hosts or ":" not in actor:
             return Process(stores, ControlJobs(self.executor, self.trainers, folders, slots=2))
         hosts = Hosts(self.database, SimClock(self.world), host, host)
@@ -204,10 +228,10 @@ def _hostility(world: World) -> Hostility:
     )
 
 
-def simulate(seed: int, root: Path) -> Day:
+def simulate(seed: int, root: Path, kind: type[Simulation] = Simulation) -> Day:
     """One day below a folder, which need not be there."""
     root.mkdir(parents=True, exist_ok=True)
-    return Simulation(seed, root).run()
+    return kind(seed, root).run()
 
 
 def chosen_seeds(usual: int) -> list[int]:

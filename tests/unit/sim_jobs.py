@@ -56,9 +56,13 @@ class Jobs:
     def begin(self, request: JobSpec, number: int) -> None:
         """The executor has a new job."""
         if self.executor.idempotent:
-            twins = [job for job in self.all if job.lives and job.name == request.name]
+            twins = [job for job in self.all if job.lives and job.name == request.name and not self.is_zombie(job)]
             self._world.must(not twins, f"two live jobs of {request.name}")
         self._start(request, number)
+
+    def is_zombie(self, job: SimJob) -> bool:
+        """Whether the executor calls this job ended, or has begun it elsewhere, while it goes on."""
+        return False
 
     def alive(self, pid: int, process: str) -> bool:
         """In the place of `processes.alive`."""
@@ -147,14 +151,15 @@ class Jobs:
                 over = self._spend(job, order, meter, TOKENS * step)
                 if over is not None:
                     return over
-                self._world.pause(length / steps)
+                self._rest(job, length / steps)
                 state = self._rows().one("SELECT state FROM attempts WHERE name = ?", job.name)
-                self._world.must(state in ("planned", "launched"), f"{job.name} computes and its attempt is {state}")
+                known = state in ("planned", "launched") or self.is_zombie(job)
+                self._world.must(known, f"{job.name} computes and its attempt is {state}")
                 told = self._patiently(folder.mailbox.controls)
                 if step == broken_at:
                     return self._broken(dice)
                 if trains and (step % 2 or told):
-                    self._checkpoint(folder, step + 1, job.name)
+                    self._checkpoint(folder, step + 1, job.actor.name)
                 progress = Progress(step + 1, steps, order.kind, TOKENS * (step + 1), 0.0)
                 self._patiently(lambda progress=progress: self._say(folder, progress))  # type: ignore[misc]
                 if any(control.kind is ControlKind.STOP for control in told) and dice.random() < 0.9:
@@ -168,8 +173,12 @@ class Jobs:
             return JobResult("failed", tokens=done, failure=Failure(FailureClass.BUDGET, "tokens are spent", "budget"))
         meter(done, TOKENS)
         run_id = job.stage.partition("/")[0]
-        self.spent[run_id] = self.spent.get(run_id, 0) + TOKENS
+        self.spent[run_id] = self.spent.get(run_id, 0) + (0 if self.is_zombie(job) else TOKENS)
         return None
+
+    def _rest(self, job: SimJob, seconds: float) -> None:
+        """Compute for these seconds."""
+        self._world.pause(seconds)
 
     def _say(self, folder: AttemptFolder, progress: Progress) -> None:
         sink = EventWriter(folder, seconds=0)
@@ -194,8 +203,9 @@ class Jobs:
     def _trained(self, folder: AttemptFolder, job: SimJob) -> JobResult:
         place = folder.outputs / "model"
         place.mkdir(parents=True, exist_ok=True)
-        (place / "model.safetensors").write_text(job.name)
-        return JobResult("succeeded", {"model": Output("outputs/model", "tree")}, {"loss": 0.5}, 60)
+        (place / "model.safetensors").write_text(job.actor.name)
+        metrics = {"loss": 0.5, "by": number_of(job)}
+        return JobResult("succeeded", {"model": Output("outputs/model", "tree")}, metrics, 60)
 
     def _evaluated(self, folder: AttemptFolder, job: SimJob) -> JobResult:
         folder.outputs.mkdir(parents=True, exist_ok=True)
@@ -204,9 +214,10 @@ class Jobs:
             values = {"heldout/accuracy": [1.0] * right + [0.0] * (_ITEMS - right)}
             self._tables[right] = metrics_table(values)
         (folder.outputs / "metrics.parquet").write_bytes(self._tables[right])
-        (folder.outputs / "items.parquet").write_text(job.name)
+        (folder.outputs / "items.parquet").write_text(job.actor.name)
         outputs = {name: Output(f"outputs/{name}.parquet", "file") for name in ("metrics", "items")}
-        return JobResult("succeeded", outputs, {"heldout/accuracy": right / _ITEMS}, 10)
+        metrics = {"heldout/accuracy": right / _ITEMS, "by": number_of(job)}
+        return JobResult("succeeded", outputs, metrics, 10)
 
     def _patiently(self, action: Callable[[], T]) -> T:
         for _ in range(_TRIES):
@@ -215,6 +226,11 @@ class Jobs:
             except InfrastructureError:
                 self._world.pause(10.0)
         return action()
+
+
+def number_of(job: SimJob) -> float:
+    """Its number among all jobs: `job 7` is the actor of job 7."""
+    return float(job.actor.name.removeprefix("job "))
 
 
 def vars_of(result: JobResult) -> dict[str, object]:

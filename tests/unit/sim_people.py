@@ -297,6 +297,7 @@ class Faults:
     ) -> None:
         self._world, self._weather, self._drivers = world, weather, drivers
         self._executor, self._strike = executor, strike
+        self.places = ["database", "store", "executor", "channel"]  # that may be away
 
     def come(self) -> None:
         """One after the other, at random times."""
@@ -308,7 +309,7 @@ class Faults:
             world.random.choice((self._away, self._away, self._jump, self._kill, self._freeze, *[self._strike] * 4))()
 
     def _away(self) -> None:
-        what = self._world.random.choice(("database", "store", "executor", "channel"))
+        what = self._world.random.choice(self.places)
         seconds = self._world.random.expovariate(1 / 60)
         self._weather.away[what] = self._world.time + seconds
         self._world.say(f"{what} is away for {seconds:.0f} s")

@@ -215,7 +215,7 @@ class SimFolder(AttemptFolder):
     def __init__(self, path: Path, outside: Outside, channels: dict[str, dict[str, bytes]]) -> None:
         super().__init__(path)
         held = channels.setdefault(str(path), {})
-        self.channel = Mailbox(SimObjects(outside, held, path.name), outside.world.pause)
+        self.mailbox = Mailbox(SimObjects(outside, held, path.name), outside.world.pause)
 
 
 class SimExecutor(FakeExecutor):

@@ -70,10 +70,11 @@ def another_runs(stores: Stores, folders: AttemptFolders, attempt: AttemptRecord
 
     The result of that other job counts. The other job has ended if its process no longer exists, which cannot be
     observed if the process is on another machine. A job that the executor restarted found `start` claimed by its own
-    earlier incarnation, which has ended.
+    earlier incarnation, which has ended. An executor on other machines reports a name as ended after all jobs with
+    that name have ended.
     """
     ended = seen.state is JobState.EXITED and seen.exit_code == ANOTHER_RUNS and not seen.incarnation
-    if not ended or attempt.reason == Reason.ASSUMED_DEAD:
+    if not ended or attempt.reason == Reason.ASSUMED_DEAD or folders.remote(attempt.executor):
         return False
     folder = folders.of(attempt)
     held = folder.mailbox.started()
@@ -427,7 +428,9 @@ def _unanswered(jobs: Jobs, view: View, name: str, attempt: AttemptRecord) -> Jo
     if job.state is not JobState.UNKNOWN:
         return JobStatus(job)
     try:
-        return JobStatus(job, word=_word(jobs, view, name, attempt))
+        held = jobs.folders.of(attempt).mailbox.started() if jobs.folders.remote(attempt.executor) else None
+        begun = held is not None and not held.cancelled
+        return JobStatus(job, begun=begun, word=_word(jobs, view, name, attempt))
     except (InputError, IntegrityError) as error:
         return JobStatus(job, unreadable=str(error))
 

@@ -237,6 +237,7 @@ class JobStatus:
 
     job: Observation
     ordered: bool = True  # the attempt's order exists, so the job may have been submitted
+    begun: bool = False  # a job of an attempt without a recorded launch has begun elsewhere
     word: JobResult | None = None  # the job's result
     unreadable: str = ""  # why the job's result or mailbox cannot be read
     another_runs: bool = False  # the executor's job gave way to another job of this attempt, which may live
@@ -335,7 +336,8 @@ def _planned(view: View, stage: StageRecord, attempt: AttemptRecord, job_status:
         what = "there is a job to stop" if stopping else "the job was submitted"
         said = f"it is not known yet whether {what}; checking again"
         return None if stage.message == said else Say(stage, Reason.SUBMISSION_UNKNOWN, said)
-    left = job_status.word is not None or bool(job_status.unreadable)  # the executor may have dropped the job
+    # the executor may have dropped the job
+    left = job_status.begun or job_status.word is not None or bool(job_status.unreadable)
     if job_status.ordered and (left or job_status.job.state is not JobState.UNKNOWN):
         return RecordLaunch(stage, attempt, job_status.job.handle)
     if stopping:

@@ -42,6 +42,7 @@ from posttrain.domain.errors import (
     IntegrityError,
     NotFoundError,
     PosttrainError,
+    WorkspaceError,
     is_full,
 )
 from posttrain.domain.jobs import ANOTHER_RUNS, GANG, NODE_FAILED, Failure, JobOrder, JobResult
@@ -317,7 +318,7 @@ class Agent:
                 return ask()
             except RefusedError:
                 raise
-            except InfrastructureError:
+            except (InfrastructureError, WorkspaceError):  # a full store gets space again
                 if time.monotonic() >= until:
                     raise
                 self.turn(_LOOK_SECONDS)
@@ -352,7 +353,7 @@ class Agent:
             source = blobs if not own.has(order.resume) else own
             materialise(source, order.resume, cache)
             own.put(source.get(order.resume))
-        metered, ran = spending(outside.metered()), seconds_ran(outside) or 0.0
+        metered, ran = spending(self._insist(outside.metered)), seconds_ran(outside) or 0.0
         spent = max(0, (metered or 0) - order.tokens_inherited)
         left = None if order.token_allowance is None else order.token_allowance - spent
         seconds = None if order.seconds_allowance is None else order.seconds_allowance - ran
@@ -492,11 +493,11 @@ class _Beat:
             self._silent = None
         except RefusedError as error:
             self._agent.give_up(str(error))
-        except InfrastructureError as error:
+        except (InfrastructureError, WorkspaceError) as error:
             self._agent.turn(0.0)
             self._silent = now if self._silent is None else self._silent
             if now - self._silent > _SILENT_SECONDS:
-                self._agent.give_up(f"the store has not answered for {_SILENT_SECONDS:g} s: {error}")
+                self._agent.give_up(f"the store has taken nothing for {_SILENT_SECONDS:g} s: {error}")
         except PosttrainError as error:  # another job of the attempt writes the mailbox
             self._agent.give_up(str(error))
 
