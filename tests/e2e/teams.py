@@ -6,10 +6,11 @@ import http.client
 import itertools
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 from tiny_run import RUN, make_template
 from workbench import Live, Workbench
@@ -21,9 +22,23 @@ _HOP = ("connection", "transfer-encoding", "keep-alive", "date", "server")
 
 
 class Team:
-    """Two hosts with a server each, and people who ask either."""
+    """Two hosts with a server each, and people who ask either.
 
-    def __init__(self, folder: Path, postgres: Server, s3: str) -> None:
+    Args:
+        options: of `posttrain init`.
+        executors: what each host declares before its server starts.
+        environment: further variables of the hosts.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        postgres: Server,
+        s3: str,
+        options: Sequence[str] = (),
+        executors: Mapping[str, Any] | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self.postgres, self.folder, self.address = postgres, folder, postgres.create()
         keys = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_REGION": "us-east-1"}
         places = {"POSTTRAIN_STORE": "s3://store/blobs", "POSTTRAIN_LEDGER": self.address, "AWS_ENDPOINT_URL": s3}
@@ -31,10 +46,13 @@ class Team:
         for name in ("one", "two"):
             (folder / name).mkdir()
             bench = Workbench(folder / name)
-            bench.environment = {**keys, **places, "AWS_ALLOW_HTTP": "true"}
+            bench.environment = {**keys, **places, "AWS_ALLOW_HTTP": "true", **(environment or {})}
             self.benches.append(bench)
-        make_template(self.benches[0])
-        self.benches[1].run("init")
+        make_template(self.benches[0], *options)
+        self.benches[1].run("init", *options)
+        for bench in self.benches if executors else ():
+            bench.write("executors.yaml", executors)
+            bench.run("executor", "add", "executors.yaml")
         self.servers = [Served(bench) for bench in self.benches]
 
     def ids(self) -> list[str]:

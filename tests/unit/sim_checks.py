@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
 
 from sim_ports import Rows
 from sim_world import World
@@ -145,7 +144,9 @@ def _outputs(world: World, blobs: BlobStore, stage: StageRecord, winners: list[A
         else:
             blobs.get(blob["digest"])
         if output in ("model", "items"):  # written by the job whose result says so, not by a twin of it
-            file = tree_listing(blobs, blob["digest"])["model.safetensors"].digest if output == "model" else blob["digest"]
+            file = (
+                tree_listing(blobs, blob["digest"])["model.safetensors"].digest if output == "model" else blob["digest"]
+            )
             left, by = blobs.get(file).decode(), f"job {stage.metrics['by']:.0f}"
             world.must(left == by, f"{name}: {output} is what {left} left, and {by} has the result")
     if name.rpartition("/")[2] not in ("gate", "approval", "release"):

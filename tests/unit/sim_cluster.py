@@ -27,13 +27,12 @@ from posttrain.app.garbage import _unstage
 from posttrain.control.stores import Stores
 from posttrain.domain.canonical import canonical_json
 from posttrain.domain.errors import InfrastructureError, PosttrainError, UnavailableError, WorkspaceError
-from posttrain.domain.jobs import NODE_FAILED, Cause, JobOrder, JobResult, Progress
+from posttrain.domain.jobs import NODE_FAILED, Cause, JobOrder
 from posttrain.domain.jobspec import JobSpec
 from posttrain.domain.records import AttemptRecord
 from posttrain.execution.agent import Agent, Relay, _Beat
 from posttrain.store.attempts import AttemptFolder, spending
 from posttrain.store.blobs import ObjectBlobs, backend_of
-from posttrain.store.hosts import Ledger
 from posttrain.store.mailbox import Mailbox
 from posttrain.store.retries import RefusedError
 from posttrain.store.staging import PartObjects, StagedAttempt, StoredParts, Uploads
@@ -567,7 +566,7 @@ class ClusterDay(Simulation):
         counts = super()._end(stores)
         for (run_id,) in self.rows.all("SELECT id FROM runs"):
             for stage in stores.ledger.stages(run_id):
-                self._check_checkpoints([one for one in stores.ledger.attempts(run_id, stage.name)])
+                self._check_checkpoints(stores.ledger.attempts(run_id, stage.name))
         for job in self.jobs.all:
             self.world.must(not (job.lives and self.jobs.is_zombie(job)), f"a node still computes {job.name}")
         return counts

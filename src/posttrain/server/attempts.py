@@ -73,6 +73,12 @@ class Granting:
         self._told: dict[str, tuple[str, str]] = {}  # attempt folder → the server's address written there
         self._damaged: set[str] = set()  # folders for which an error was logged
 
+    @classmethod
+    def of(cls, workspace: OpenWorkspace) -> Granting:
+        """Return what grants the jobs of a workspace access to its server."""
+        grants, hosts = Grants(workspace.ledger.database, workspace.ledger.clock), workspace.hosts
+        return cls(workspace.root, grants, workspace.jobs.host, hosts.all if hosts is not None else tuple)
+
     def give(self, attempt: AttemptRecord, folder: Path, *, boxed: bool = False) -> None:
         """See `control.jobs.Access.give`.
 

@@ -21,7 +21,6 @@ from posttrain.execution.processes import process_name
 from posttrain.server.attempts import Granting
 from posttrain.server.logs import Logging, Printed, begin, say_of_driver
 from posttrain.server.metrics import SharedCounters
-from posttrain.store.grants import Grants
 from posttrain.store.work import open_runs
 
 _EVERY = 1.5  # seconds between two queries for runs
@@ -98,9 +97,7 @@ def main(root: Path, words: list[str]) -> int:
     except PosttrainError as error:
         say_of_driver(f"error: {error}")
         return error.exit_code
-    hosts = workspace.hosts
-    peers = hosts.all if hosts is not None else tuple
-    granting = Granting(root, Grants(workspace.ledger.database, workspace.ledger.clock), workspace.jobs.host, peers)
+    granting = Granting.of(workspace)
     serve_jobs(workspace, granting)
     runs = OpenRuns(workspace, say_of_driver, granting, SharedCounters(int(words[2])) if len(words) > 2 else None)
     driver = Driver(workspace, runs, say_of_driver, served=True)

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.api.control import OPERATIONS
-from posttrain.app.workspace import Workspace
+from posttrain.app.workspace import Workspace, serve_jobs
+from posttrain.server.attempts import Granting
 from posttrain.server.authentication import Asker, Authentication, Told, arguments, call, telling, to_json
 from posttrain.server.console import CONSOLE
 from posttrain.server.logs import Logging, Printed, begin, logged_problem
@@ -92,7 +93,9 @@ def main() -> None:
     sys.stdout = sys.stderr = Printed()
     threading.Thread(target=_end_with, args=(DESCRIPTOR,), name="lifeline", daemon=True).start()
     with socket.socket(fileno=DESCRIPTOR) as server:
-        Worker(Workspace(Path(sys.argv[1]))).run(server)
+        workspace = Workspace(Path(sys.argv[1]))
+        serve_jobs(workspace, Granting.of(workspace))  # the jobs of verbs that drive a run themselves
+        Worker(workspace).run(server)
 
 
 if __name__ == "__main__":
