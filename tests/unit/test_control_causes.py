@@ -2,18 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 from control_bench import TRAIN_ONLY, Bench, train, vanish
 
 from posttrain.control import actions
+from posttrain.control.jobs import AttemptFolders
+from posttrain.control.reconciler import Reconciler
 from posttrain.control.verdicts import explain_run
-from posttrain.domain.errors import InfrastructureError, JobFailedError, WorkspaceError
-from posttrain.domain.jobs import NO_MEMORY, NO_SPACE, Cause, JobResult, Submission
+from posttrain.domain.errors import FailureClass, InfrastructureError, JobFailedError, WorkspaceError
+from posttrain.domain.jobs import (
+    ANOTHER_RUNS,
+    NO_MEMORY,
+    NO_SPACE,
+    NODE_FAILED,
+    Cause,
+    Failure,
+    JobResult,
+    Submission,
+)
 from posttrain.domain.jobspec import JobSpec
 from posttrain.domain.lifecycle import AttemptState, StopCause
 from posttrain.domain.records import AttemptRecord
+from posttrain.execution.executors.fake import FakeExecutor, Hostility
+from posttrain.store.attempts import mailbox_at
 
 
 def begun(bench: Bench, **budget: float) -> tuple[str, AttemptRecord]:
@@ -143,3 +160,68 @@ def test_audit_36_the_code_of_a_job_that_was_asked_to_stop_is_no_full_disk(bench
     bench.executor.finish(attempt.name, code)
     assert bench.drive(run_id).state == "succeeded"
     assert "JobFailed" not in bench.ledger.attempts(run_id)[0].reason
+
+
+class Elsewhere(FakeExecutor):
+    """The fake on other machines."""
+
+    remote = True
+
+
+def began(spec: JobSpec) -> bool:
+    """Whether a process of a node began the attempt."""
+    with patch("posttrain.store.mailbox.socket", SimpleNamespace(gethostname=lambda: "node")):
+        return mailbox_at(spec.mailbox).start(spec.epoch, "a process of a node") is None
+
+
+def elsewhere(folder: Path, job: Callable[[JobSpec], int | None]) -> Bench:
+    """A control plane whose jobs have nothing but a mailbox."""
+    made = Bench(folder)
+    made.executor = Elsewhere(job, made.clock.now)
+    folders = AttemptFolders(folder, (folder / "mail").as_uri, lambda _: True, made.stores.blobs.url)
+    made.jobs = replace(made.jobs, executor=made.executor, folders=folders)
+    made.reconciler = Reconciler(made.stores, made.jobs, "here")
+    return made
+
+
+@pytest.mark.timeout(60)
+def test_a_stop_ends_a_run_whose_job_elsewhere_began_unnoticed_and_was_dropped(tmp_path: Path) -> None:
+    """Its submission had no answer, it ended before anybody looked, and the scheduler keeps no ended jobs."""
+
+    def job(spec: JobSpec) -> int:
+        began(spec)
+        return NODE_FAILED
+
+    bench = elsewhere(tmp_path, job)
+    bench.executor.hostility = Hostility(lose_answers=1, purges_after=0.0)
+    run_id = bench.submit(**TRAIN_ONLY)
+    while not bench.executor.launched:
+        bench.reconciler.step(run_id)
+        bench.clock.sleep(0.5)
+    actions.stop(bench.stores, run_id)
+    assert bench.drive(run_id).state == "stopped"
+
+
+@pytest.mark.timeout(60)
+def test_a_job_elsewhere_that_gave_way_to_a_twin_is_not_waited_for_when_the_twin_is_lost(tmp_path: Path) -> None:
+    begun: list[str] = []
+
+    def job(spec: JobSpec) -> int | None:
+        begun.append(spec.name)
+        if not began(spec):
+            return ANOTHER_RUNS
+        if spec.epoch > 1:
+            mailbox_at(spec.mailbox).answer(JobResult("failed", failure=Failure(FailureClass.BUG, "b", "b")).to_json())
+            return 0
+        return None
+
+    bench = elsewhere(tmp_path, job)
+    bench.executor.hostility = Hostility(idempotent=False, twice=1)
+    run_id = bench.submit(**TRAIN_ONLY)
+    while len(begun) < 2:
+        bench.reconciler.step(run_id)
+        bench.clock.sleep(0.5)
+    bench.executor.lose(begun[0], Cause.NODE_LOST, 0)
+    bench.drive(run_id)
+    states = [(one.state, one.failure_signature) for one in bench.ledger.attempts(run_id)]
+    assert (states[0][0], states[1]) == ("lost", ("failed", "b"))

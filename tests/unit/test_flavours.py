@@ -18,7 +18,7 @@ from posttrain.app.executors import declare, probes
 from posttrain.app.workspace import Workspace
 from posttrain.control.decide import nodes_to_avoid
 from posttrain.control.reconciler import Reconciler
-from posttrain.domain.errors import InfrastructureError, InputError, NotFoundError, trace_in
+from posttrain.domain.errors import ConflictError, InfrastructureError, InputError, NotFoundError, trace_in
 from posttrain.domain.flavours import Cluster, Flavour
 from posttrain.domain.jobs import NODE_FAILED, Cause, Observation
 from posttrain.domain.jobspec import JobRef
@@ -134,6 +134,10 @@ def test_what_is_declared_is_added_to_what_is_known(tmp_path: Path, monkeypatch:
     declare(workspace, file)
     workspace = Workspace(tmp_path / ".posttrain")
     assert (workspace.is_proven("big"), workspace.is_proven("small")) == (False, True), "a proof is of a declaration"
+    file.write_text("default: big")
+    monkeypatch.setattr("posttrain.app.executors.runs_with_jobs", lambda workspace: ["sort-1"])
+    with pytest.raises(ConflictError, match=r"default: must remain small while .* jobs \(sort-1\), got big"):
+        declare(workspace, file)
     wrong = {
         "[]": "executors.yaml",
         "executors: {x: {kind: pbs}}": "kind must be slurm, ray, got 'pbs'",

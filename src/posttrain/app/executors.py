@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from posttrain.app.workspace import Workspace, declared, refuse_unreachable
+from posttrain.app.workspace import Workspace, declared, refuse_unreachable, runs_with_jobs
 from posttrain.domain.errors import (
     CapacityError,
     ConflictError,
@@ -68,7 +68,8 @@ def declare(workspace: Workspace, file: Path) -> Cluster:
 
     Raises:
         InputError: the file is invalid, or jobs elsewhere could not reach this workspace.
-        ConflictError: a live job would become invisible, because its executor would be reached in another way.
+        ConflictError: a live job would become invisible, because its executor would be reached in another way, or
+            stages of submitted runs would move to another default flavour.
     """
     content = read_yaml(file)
     with settings_lock(workspace.root):
@@ -79,6 +80,11 @@ def declare(workspace: Workspace, file: Path) -> Cluster:
         refuse_unreachable(workspace.root, ", ".join(joined.executors), str(workspace.channel_address or ""))
         moved = {name for name, one in known.executors.items() if _reach(one) != _reach(joined.executors[name])}
         _refuse_invisible(workspace, moved, file)
+        if joined.default != known.default and (held := list(runs_with_jobs(workspace))):
+            raise ConflictError(
+                f"{file}: default: must remain {known.default or 'unset'} while runs may start jobs "
+                f"({', '.join(held)}), got {joined.default}; wait until they end, or posttrain stop {held[0]}"
+            )
         write_json(workspace.root / SETTINGS, {**settings, CLUSTER: joined.model_dump(mode="json", exclude_unset=True)})
     return joined
 

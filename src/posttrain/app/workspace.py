@@ -419,7 +419,7 @@ def _record_executor(workspace: Workspace, name: str) -> None:
     Raises:
         ConflictError: a run has jobs, or will start some.
     """
-    held = list(_with_jobs(workspace))
+    held = list(runs_with_jobs(workspace))
     if held:
         raise ConflictError(
             f"executor must remain {workspace.jobs.executor.name} while runs have jobs or may start some "
@@ -428,7 +428,7 @@ def _record_executor(workspace: Workspace, name: str) -> None:
     record_setting(workspace.root, EXECUTOR, "" if name == LOCAL else name)
 
 
-def _with_jobs(workspace: Workspace) -> Iterator[str]:
+def runs_with_jobs(workspace: Workspace) -> Iterator[str]:
     """Yield runs of any project that will start a job; a run that only waits for a release will start none."""
     for project in workspace.ledger.projects():
         ledger = workspace.seen_by(workspace.actor, project, OS).ledger

@@ -58,6 +58,11 @@ _FIELDS = ("JobID", "State", "RestartCnt", "TimeUsed", "exit_code", "BatchHost",
 _COLUMNS = ",".join(f"{name}:|" for name in _FIELDS)
 _NAME = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9_.-]*)\.pt-[0-9a-f]{12}")
 _QUEUED = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD")
+_NEVER = {  # reasons that last until somebody changes something
+    "PartitionTimeLimit": "its flavour needs a `time_limit` that the partition allows (posttrain executor add)",
+    "PartitionNodeLimit": "its flavour needs fewer `nodes`, or another partition (posttrain executor add)",
+    "BadConstraints": "its flavour needs another `constraint` (posttrain executor add)",
+}
 _PAUSED = ("SUSPENDED", "STOPPED")
 _RUNS = ("RUNNING", "COMPLETING", "SIGNALING", "STAGE_OUT", "RESIZING")
 _ENDED: Mapping[str, Cause | None] = {
@@ -189,6 +194,7 @@ class SlurmExecutor:
         if row.state in _QUEUED or row.state in _PAUSED:
             why = row.reason if row.state in _QUEUED else row.state.lower()
             detail = f"queued by {self.name}" + (f": {why}" if why != "None" else "")
+            detail += f"; it never starts: {_NEVER[why]}" if why in _NEVER else ""
             return Observation(JobState.STARTING, detail=detail, seconds=seconds, **here)  # type: ignore[arg-type]
         if row.state in _RUNS:
             return Observation(JobState.RUNNING, seconds=seconds, **here)  # type: ignore[arg-type]
