@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from tiny_run import RUN, SHORT, make_template
 from workbench import PATIENCE, Reference, Workbench
 
+from posttrain.app.examples import load_demo
 from posttrain.execution import processes
 from posttrain.store.attempts import mailbox_at
 from posttrain.store.mailbox import Mailbox
@@ -68,6 +70,21 @@ def declare(bench: Workbench, cluster: dict[str, Any], python: str) -> None:
     assert [(one["flavour"], one["trouble"]) for one in proven] == [("h100", ""), ("small", "")]
 
 
+def sorting(bench: Workbench) -> dict[str, Any]:
+    """Copy the sorting example into a workspace, and register its assets; return its run file."""
+    bench.run("examples", "01", "--to", "sort")
+    shown = load_demo(bench.folder / "sort")
+    words = [bench.python, f"sort/{shown.make_data}", "--seed", str(shown.seed), "--out", "data"]
+    subprocess.run(words, cwd=bench.folder, check=True, timeout=PATIENCE)
+    for name, file in shown.datasets.items():
+        bench.run("asset", "add", f"dataset:{name}", f"data/{file}")
+    for name, file in shown.rewards.items():
+        bench.run("asset", "add", f"reward:{name}", f"sort/{file.file}")
+    bench.run("asset", "create", f"model:{shown.model.name}", f"sort/{shown.model.file}", "--seed", str(shown.seed))
+    found: dict[str, Any] = yaml.safe_load((bench.folder / "sort" / "run.yaml").read_text())
+    return found
+
+
 def placed(bench: Workbench) -> None:
     """Put the training stages on h100, with a reward that takes its time; the others run on the default flavour."""
     bench.write("slow.py", "import time\n" + SHORT.replace("    return", "    time.sleep(0.4)\n    return"))
@@ -97,11 +114,15 @@ def begun(mailbox: Mailbox, incarnation: int) -> bool:
 
 
 @pytest.mark.slurm
-def test_a_run_on_slurm_is_requeued_preempted_and_loses_a_node_and_computes_what_the_laptop_computes(
-    bench: Workbench, slurm: Slurm, reference: Reference, tmp_path: Path, s3: dict[str, str]
+def test_the_sorting_example_on_slurm_is_requeued_preempted_and_loses_a_node_and_ships_what_the_laptop_ships(
+    bench: Workbench, empty: Workbench, slurm: Slurm, tmp_path: Path, s3: dict[str, str]
 ) -> None:
     bench.environment |= slurm.environment
+    run = sorting(bench)
     declare(bench, SLURM, node_python(tmp_path, s3))
+    stages = {name: {**one, **(ON if name in ("sft", "grpo") else {})} for name, one in run["stages"].items()}
+    stages["grpo"]["runtime"] = {"checkpoint_every": 20}
+    bench.write("run.yaml", {**run, "stages": stages})
     running = bench.start("run", "run.yaml")
     mailbox = bench.wait("grpo", lambda: mailbox_of(bench, "grpo"))
     bench.wait("a checkpoint of grpo", mailbox.checkpoints)
@@ -122,7 +143,10 @@ def test_a_run_on_slurm_is_requeued_preempted_and_loses_a_node_and_computes_what
     ended = bench.finish(running)
     assert ended.code == 0, ended.err
     run_id = bench.run_id()
-    assert bench.outputs(run_id) == reference.outputs
+    empty.write("run.yaml", sorting(empty))
+    empty.run("run", "run.yaml")
+    assert bench.outputs(run_id) == empty.outputs(empty.run_id())
+    assert bench.outputs(run_id)["grpo"] in bench.run("get", "prod", "-o", "json").out
     [grpo] = bench.attempts(run_id, "grpo")
     assert grpo.handle == job, "every restart was Slurm's, under one attempt"
     assert 0 < (grpo.seconds or 0) < sum(one.seconds or 0 for one in bench.attempts(run_id)) < PATIENCE

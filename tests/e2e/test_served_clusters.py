@@ -11,11 +11,13 @@ from pathlib import Path
 import pytest
 from teams import Team
 from test_served_demo import played_here, released
+from workbench import Workbench
 
 from postgres_server import Server
 from posttrain.domain.records import AttemptRecord
 from posttrain.execution import processes
 from posttrain.store.attempts import mailbox_at
+from posttrain.store.mailbox import Mailbox
 from posttrain.store.staging import StagingArea
 from s3_server import s3_server, use_s3
 from slurm_cluster import Cluster as Slurm
@@ -50,6 +52,17 @@ def launched(team: Team, stage: str) -> AttemptRecord | None:
     return attempts[-1] if attempts and attempts[-1].state == "launched" else None
 
 
+def computes(bench: Workbench, mailbox: Mailbox, incarnation: int) -> None:
+    """Wait until this incarnation of a job has made some steps."""
+
+    def does() -> bool:
+        held, told = mailbox.started(), mailbox.summary()
+        begun = held is not None and held.incarnation >= incarnation
+        return begun and told is not None and told.at > (held.at if held else 0.0) and told.step >= 5
+
+    bench.wait(f"steps of incarnation {incarnation}", does)
+
+
 @pytest.mark.timeout(3000)
 def test_the_demo_over_two_servers_and_slurm_releases_what_it_releases_here(team: Team, slurm: Slurm) -> None:
     ann = team.asker("ann", 0, team.token("ann", "approver"))
@@ -57,7 +70,7 @@ def test_the_demo_over_two_servers_and_slurm_releases_what_it_releases_here(team
     first = team.benches[0]
     grpo = first.wait("grpo on Slurm", lambda: launched(team, "grpo"))
     mailbox = mailbox_at(str(grpo.channel))
-    first.wait("a checkpoint of grpo", mailbox.checkpoints)
+    computes(first, mailbox, 0)
     job = str(grpo.handle)
     team.servers[0].kill()
     team.postgres.stop(signal.SIGQUIT)  # as a power cut
@@ -65,12 +78,12 @@ def test_the_demo_over_two_servers_and_slurm_releases_what_it_releases_here(team
     slurm.lose(node)
     team.postgres.start()
     team.servers[0].start()
+    computes(first, mailbox, 1)
     slurm.start(node)
-    first.wait("the job on another node", lambda: (held := mailbox.started()) and held.incarnation >= 1)
     slurm.ask("scontrol", "requeue", job)
-    first.wait("the requeued job", lambda: (held := mailbox.started()) and held.incarnation >= 2)
+    computes(first, mailbox, 2)
     slurm.ask("sbatch", "--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 2")
-    first.wait("the preempted job", lambda: (held := mailbox.started()) and held.incarnation >= 3)
+    computes(first, mailbox, 3)
     out, err = playing.communicate(timeout=2400)
     assert playing.returncode == 0, (out[-2000:], err)
     assert "everything matches" in out
