@@ -25,7 +25,6 @@ from posttrain.domain.ids import Role
 from posttrain.domain.lifecycle import AttemptState
 from posttrain.domain.records import AttemptRecord, RunRecord, StageRecord
 from posttrain.server.app import build
-from posttrain.server.attempts import Granting
 from posttrain.server.authentication import Authentication, to_json
 from posttrain.server.connections import Door, Peers, Room
 from posttrain.server.limits import Limits
@@ -35,8 +34,9 @@ from posttrain.server.service import Bind, configured
 from posttrain.server.worker import Worker
 from posttrain.server.workers import Asking, Refused
 from posttrain.store.atomic import write_json
-from posttrain.store.grants import Grants
+from posttrain.store.grants import Granting, Grants
 from posttrain.store.trees import put_tree
+from posttrain.workspace.served import PLACE
 
 KEY = "k" * 64
 DAY = 86400.0
@@ -180,7 +180,7 @@ def granting(bench: ServerBench) -> Granting:
     """As the driver of this server has it."""
     write_json(bench.workspace.root / "server.json", {"url": bench.url, "key": KEY, "pid": os.getpid()})
     ledger = bench.workspace.ledger
-    return Granting(bench.workspace.root, Grants(ledger.database, ledger.clock), None)
+    return Granting(bench.workspace.root, bench.workspace.root / PLACE, Grants(ledger.database, ledger.clock), None)
 
 
 def attempt_with_access(

@@ -33,11 +33,11 @@ from posttrain.domain.jobspec import JobSpec
 from posttrain.domain.lifecycle import AttemptState
 from posttrain.execution.executors.local.executor import refuse_elsewhere
 from posttrain.execution.processes import of_a_server
-from posttrain.server.attempts import LEAST_COUNTED, PREFIX, RENEW_SECONDS
+from posttrain.server.attempts import LEAST_COUNTED
 from posttrain.server.limits import CHANNEL
 from posttrain.store.atomic import SMALL, write_json
 from posttrain.store.backends.served import ServedBlobs
-from posttrain.store.grants import SECONDS, Grants
+from posttrain.store.grants import PREFIX, RENEW_SECONDS, SECONDS, Grants
 from posttrain.store.mailboxes.served import ServedObjects
 from posttrain.store.retries import JobAccess, read_access
 from posttrain.store.trees import materialise, put_tree

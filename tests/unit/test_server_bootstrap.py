@@ -15,12 +15,11 @@ from posttrain.domain.canonical import digest_bytes
 from posttrain.domain.errors import InfrastructureError, IntegrityError, NotFoundError, UnavailableError
 from posttrain.domain.ids import Role
 from posttrain.domain.lifecycle import AttemptState
-from posttrain.server.attempts import BOOTSTRAP_PREFIX
 from posttrain.store import staging
 from posttrain.store.backends.served import ServedBlobs
 from posttrain.store.blobs import backend_of
 from posttrain.store.direct import LARGE, Direct
-from posttrain.store.grants import SECONDS
+from posttrain.store.grants import BOOTSTRAP_PREFIX, SECONDS
 from posttrain.store.retries import PARTS, REDEEM, Bootstrap, RefusedError, read_access
 from posttrain.store.staging import ServedParts
 from s3_server import s3_server, use_s3

@@ -85,13 +85,18 @@ def test_what_is_adopted_is_what_was_left_in_parts_of_any_number(area: Area) -> 
     outputs = {"model": Output("outputs/model", "tree"), "table": Output("outputs/model/more", "file")}
     (area.root / "job" / "outputs").mkdir(parents=True)
     folder = folder.rename(area.root / "job" / "outputs" / "model")
-    area.uploads().outputs(AttemptFolder(area.root / "job"), outputs)
+    outputs = area.uploads().outputs(AttemptFolder(area.root / "job"), outputs)
     assert area.attempt.store_output(area.blobs, "model", outputs["model"]) == tree_digest(folder)
     assert area.attempt.store_output(area.blobs, "table", outputs["table"]) == digest_bytes(some_bytes(sizes["more"]))
     with pytest.raises(IntegrityError, match="output table must be a tree, as its result states, got a file"):
-        area.attempt.store_output(area.blobs, "table", Output("outputs/model/more", "tree"))
+        area.attempt.store_output(area.blobs, "table", Output(outputs["table"].path, "tree"))
     with pytest.raises(IntegrityError, match="output curves of run-sft-1 is not staged"):
-        area.attempt.store_output(area.blobs, "curves", Output("curves", "tree"))
+        area.attempt.store_output(area.blobs, "curves", outputs["model"])
+    with pytest.raises(IntegrityError, match=r"output model of run-sft-1 must name its list of files, got 'job.json'"):
+        area.attempt.store_output(area.blobs, "model", Output("job.json", "tree"))
+    (area.root / "job" / "outputs" / "model" / "more").write_bytes(b"of another incarnation")
+    area.uploads(1).outputs(AttemptFolder(area.root / "job"), {"table": Output("outputs/model/more", "file")})
+    assert area.attempt.store_output(area.blobs, "table", outputs["table"]) == digest_bytes(some_bytes(sizes["more"]))
     assert area.attempt.store_checkpoint(area.blobs, 8) is None
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from posttrain.access.authenticators.system import SystemUser
 from posttrain.access.ports import OS
-from posttrain.control.jobs import Access, AttemptFolders, Jobs
+from posttrain.control.jobs import AttemptFolders, Jobs
 from posttrain.control.stores import Stores
 from posttrain.data.assets import ModelLimits, model_limits
 from posttrain.data.catalog import Catalog, inspect_dataset
@@ -59,6 +59,7 @@ from posttrain.store.audit import verify_rows
 from posttrain.store.backup import BackedUp, back_up, fill, read_backup
 from posttrain.store.blobs import USERS, ObjectBlobs, blobs_url, open_blobs
 from posttrain.store.database import Database, SystemClock
+from posttrain.store.grants import Granting, Grants
 from posttrain.store.hosts import Hosts, Ledger, LedgerLock
 from posttrain.store.mailboxes.objects import checked_url
 from posttrain.store.sealer import verify_chain
@@ -71,6 +72,7 @@ from posttrain.trackers.choice import (
     read_choice as read_choice,
     resolved,
 )
+from posttrain.workspace.served import PLACE
 from posttrain.workspace.settings import (
     CHANNEL,
     CLUSTER,
@@ -287,8 +289,8 @@ def init_workspace(
     return Workspace(root)
 
 
-def serve_jobs(workspace: Workspace, access: Access) -> None:
-    """Give a workspace's jobs the environment of a server's jobs: access to their inputs, and the machine's variables.
+def serve_jobs(workspace: Workspace) -> Granting:
+    """Give a workspace's jobs the environment of a server's jobs: access to the server, and the machine's variables.
 
     An executor of an installed package selects the variables of its jobs itself.
     """
@@ -298,7 +300,11 @@ def serve_jobs(workspace: Workspace, access: Access) -> None:
         executor = LocalExecutor(
             "posttrain.jobs.preload", local_devices, workspace.root / "runs", keep, images=executor.images
         )
-    workspace.jobs = replace(workspace.jobs, executor=executor, access=access)
+    grants, hosts = Grants(workspace.ledger.database, workspace.ledger.clock), workspace.hosts
+    peers = hosts.all if hosts is not None else tuple
+    granting = Granting(workspace.root, workspace.root / PLACE, grants, workspace.jobs.host, peers)
+    workspace.jobs = replace(workspace.jobs, executor=executor, access=granting)
+    return granting
 
 
 def join_store(workspace: OpenWorkspace, blobs: ObjectBlobs) -> None:

@@ -422,7 +422,7 @@ class Agent:
             return _TERMINATED
         if result.status == "succeeded":
             try:
-                uploads.outputs(attempt, result.outputs)
+                result = replace(result, outputs=uploads.outputs(attempt, result.outputs))
             except (InputError, IntegrityError) as error:  # the job left something else than its result states
                 result = _failed(error, result.tokens)
         relay.log(whole=True)

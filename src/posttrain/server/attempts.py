@@ -8,43 +8,31 @@ A job sends its attempt's token. No verb accepts such a token, and the paths for
 from __future__ import annotations
 
 import functools
-import logging
 import re
 import secrets
-import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, RedirectResponse, Response, StreamingResponse
 
 from posttrain.domain.canonical import DIGEST_PREFIX, digest_bytes, is_digest
-from posttrain.domain.errors import AuthenticationError, InfrastructureError, InputError, NotFoundError, PosttrainError
-from posttrain.domain.records import AttemptRecord
+from posttrain.domain.errors import AuthenticationError, InputError, NotFoundError
 from posttrain.server.limits import CHANNEL, READ, UPLOAD, Limits, in_thread, whole
-from posttrain.store.atomic import most_of, read_json
+from posttrain.store.atomic import most_of
 from posttrain.store.direct import LARGE, open_direct
-from posttrain.store.grants import Granted, Grants
-from posttrain.store.hosts import Host
+from posttrain.store.grants import BOOTSTRAP_PREFIX, PREFIX, Granted, Grants
 from posttrain.store.mailboxes.objects import object_store
 from posttrain.store.mailboxes.served import TOO_MUCH
-from posttrain.store.retries import INSIDE, PARTS, REDEEM, SOCKET, Bootstrap, JobAccess, tell
+from posttrain.store.retries import PARTS, REDEEM
 from posttrain.store.staging import FOLDER, PART, StoredParts
 from posttrain.store.trees import tree_listing
-from posttrain.workspace.served import PLACE
 
 if TYPE_CHECKING:
     from posttrain.server.operations import Server
     from posttrain.store.mailbox import MailboxObjects
     from posttrain.workspace.settings import OpenWorkspace
 
-log = logging.getLogger("posttrain.driver")
-PREFIX, BOOTSTRAP_PREFIX = "posttrain_job_", "posttrain_bootstrap_"
 _PART = re.compile(r"[0-9]{1,6}/[0-9a-f]{64}")
-RENEW_SECONDS = 60.0  # seconds between two renewals of grants
-_EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 BLOB = "/v1/attempt/blobs/{digest}"
 _NAME = "[A-Za-z0-9][A-Za-z0-9_.-]{0,80}"
 _KEY = re.compile(f"{_NAME}(/{_NAME}){{0,3}}")  # no part of a key begins with a dot
@@ -54,91 +42,6 @@ _SCHEME = "bearer "
 _DIGITS = 16  # a size in a header has fewer digits
 _MOST = 256  # maximum number of attempts whose inputs are cached in memory
 _UNKEPT = {"cache-control": "no-store"}
-
-
-class Granting:
-    """Grants the jobs of one host's driver access to the server.
-
-    Args:
-        root: the workspace's folder.
-        host: the host whose attempts' grants are renewed; None if the ledger has only one host.
-        peers: returns the hosts of the ledger.
-    """
-
-    def __init__(
-        self, root: Path, grants: Grants, host: str | None, peers: Callable[[], Sequence[Host]] = tuple
-    ) -> None:
-        self._root, self._grants, self._host, self._peers = root, grants, host, peers
-        self._renewed = -RENEW_SECONDS
-        self._told: dict[str, tuple[str, str]] = {}  # attempt folder → the server's address written there
-        self._damaged: set[str] = set()  # folders for which an error was logged
-
-    @classmethod
-    def of(cls, workspace: OpenWorkspace) -> Granting:
-        """Return what grants the jobs of a workspace access to its server."""
-        grants, hosts = Grants(workspace.ledger.database, workspace.ledger.clock), workspace.hosts
-        return cls(workspace.root, grants, workspace.jobs.host, hosts.all if hosts is not None else tuple)
-
-    def give(self, attempt: AttemptRecord, folder: Path, *, boxed: bool = False) -> None:
-        """See `control.jobs.Access.give`.
-
-        Raises:
-            InfrastructureError: the server has not recorded its address yet.
-        """
-        url, certificate = self._server()
-        secret = PREFIX + secrets.token_urlsafe(32)
-        self._grants.add(attempt, digest_bytes(secret.encode()))
-        JobAccess(url, secret, certificate, f"{INSIDE}/{SOCKET}" if boxed else "").write(folder)
-
-    def bootstrap(self, attempt: AttemptRecord) -> str:
-        """See `control.jobs.Access.bootstrap`: a token, this server, and the other servers of the team.
-
-        Raises:
-            InfrastructureError: the server has not recorded its address yet.
-        """
-        url, certificate = self._server()
-        secret = BOOTSTRAP_PREFIX + secrets.token_urlsafe(32)
-        self._grants.add(attempt, digest_bytes(secret.encode()), bootstrap=True)
-        team = [one.url for one in self._peers() if one.url and not one.gone]
-        return Bootstrap(secret, tuple(dict.fromkeys((url, *team))), certificate).to_json()
-
-    def keep(self) -> None:
-        """Renew the grants of running jobs when due, and write the server's current address into the jobs' folders.
-
-        Raises:
-            PosttrainError: the ledger or the server is unreachable; call again later.
-        """
-        if time.monotonic() - self._renewed < RENEW_SECONDS:
-            return
-        place = self._server()
-        folders = {name for name in self._grants.renew(self._host) if (self._root / name).is_dir()}
-        self._renewed = time.monotonic()  # set first, because a job may have damaged its folder
-        self._damaged &= folders
-        self._told = {name: told for name, told in self._told.items() if name in folders}
-        for name in sorted(folders):
-            if self._told.get(name) == place:
-                continue
-            try:
-                tell(self._root / name, *place)
-                self._told[name] = place
-                self._damaged.discard(name)
-            except (PosttrainError, OSError) as error:
-                if name not in self._damaged:
-                    log.warning("a job cannot receive the server's address: %s", error)
-                self._damaged.add(name)
-
-    def _server(self) -> tuple[str, str]:
-        said = read_json(self._root / PLACE)
-        try:
-            parts, certificate = urlsplit(str(said["url"])), str(said.get("certificate", ""))
-            host = _EVERYWHERE.get(str(parts.hostname), str(parts.hostname))
-            shown = f"[{host}]" if ":" in host else host
-            return f"{parts.scheme}://{shown}:{parts.port}", Path(certificate).read_text() if certificate else ""
-        except (TypeError, KeyError, OSError) as error:
-            raise InfrastructureError(
-                f"{self._root / PLACE}: does not contain the server's address, since the server is still starting; "
-                "try again when it has started"
-            ) from error
 
 
 def add_routes(app: FastAPI, server: Server) -> None:

@@ -18,9 +18,9 @@ from posttrain.app.driver import Driver
 from posttrain.app.workspace import Workspace, serve_jobs
 from posttrain.domain.errors import PosttrainError
 from posttrain.execution.processes import process_name
-from posttrain.server.attempts import Granting
 from posttrain.server.logs import Logging, Printed, begin, say_of_driver
 from posttrain.server.metrics import SharedCounters
+from posttrain.store.grants import Granting
 from posttrain.store.work import open_runs
 
 _EVERY = 1.5  # seconds between two queries for runs
@@ -97,8 +97,7 @@ def main(root: Path, words: list[str]) -> int:
     except PosttrainError as error:
         say_of_driver(f"error: {error}")
         return error.exit_code
-    granting = Granting.of(workspace)
-    serve_jobs(workspace, granting)
+    granting = serve_jobs(workspace)
     runs = OpenRuns(workspace, say_of_driver, granting, SharedCounters(int(words[2])) if len(words) > 2 else None)
     driver = Driver(workspace, runs, say_of_driver, served=True)
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):

@@ -17,7 +17,6 @@ from typing import Any
 
 from posttrain.api.control import OPERATIONS
 from posttrain.app.workspace import Workspace, serve_jobs
-from posttrain.server.attempts import Granting
 from posttrain.server.authentication import Asker, Authentication, Told, arguments, call, telling, to_json
 from posttrain.server.console import CONSOLE
 from posttrain.server.logs import Logging, Printed, begin, logged_problem
@@ -94,7 +93,7 @@ def main() -> None:
     threading.Thread(target=_end_with, args=(DESCRIPTOR,), name="lifeline", daemon=True).start()
     with socket.socket(fileno=DESCRIPTOR) as server:
         workspace = Workspace(Path(sys.argv[1]))
-        serve_jobs(workspace, Granting.of(workspace))  # the jobs of verbs that drive a run themselves
+        serve_jobs(workspace)  # the jobs of verbs that drive a run themselves
         Worker(workspace).run(server)
 
 

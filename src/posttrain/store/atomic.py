@@ -60,7 +60,7 @@ def most_of(key: str) -> int:
     """Return the maximum size in bytes of an object of an attempt's mailbox."""
     if key in ("result.json", "job.json", "request.json"):
         return ANSWER
-    large = ("events/", "samples/", "parts/", "checkpoints/", "log/", "outputs.json")
+    large = ("events/", "samples/", "parts/", "checkpoints/", "log/", "outputs/")
     return SEGMENT if key.startswith(large) else SMALL
 
 

@@ -7,22 +7,39 @@ ledger looks up the token in one statement.
 A job on another machine begins with a bootstrap token, which redeems the job's token. When the job has begun, the
 tokens of its earlier incarnations become invalid.
 
+`Granting` issues the tokens of one host's jobs, and renews them.
+
 A session maps a browser's secret to a token; only the digest of the secret is stored.
 """
 
-from collections.abc import Mapping, Sequence
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from sqlalchemy import ColumnElement, Connection, and_, delete, exists, func, insert, not_, select, update
 
+from posttrain.domain.canonical import digest_bytes
+from posttrain.domain.errors import InfrastructureError, PosttrainError
 from posttrain.domain.lifecycle import AttemptState, is_final
 from posttrain.domain.ports import Clock
 from posttrain.domain.records import AttemptRecord
+from posttrain.store.atomic import read_json
 from posttrain.store.database import Database, now_in
-from posttrain.store.hosts import Ledger
+from posttrain.store.hosts import Host, Ledger
+from posttrain.store.retries import INSIDE, SOCKET, Bootstrap, JobAccess, tell
 from posttrain.store.schema import attempts, grants, keyed, runs, sessions, tokens
 
+log = logging.getLogger("posttrain.driver")
+PREFIX, BOOTSTRAP_PREFIX = "posttrain_job_", "posttrain_bootstrap_"
+RENEW_SECONDS = 60.0  # seconds between two renewals of grants
+_EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 SECONDS = 900.0  # validity of a grant without renewal
 _KEPT = 86400.0  # seconds that an expired grant is kept, because a returning driver may renew it
 _LIVE = [state for state in AttemptState if not is_final("attempt", state)]
@@ -151,6 +168,86 @@ class Grants:
 def _of_attempt() -> ColumnElement[bool]:
     same = (attempts.c.run_id == grants.c.run_id, attempts.c.stage == grants.c.stage)
     return and_(*same, attempts.c.number == grants.c.number)
+
+
+class Granting:
+    """Grants the jobs of one host's driver access to the server.
+
+    Args:
+        root: the workspace's folder.
+        place: the file with the server's address.
+        host: the host whose attempts' grants are renewed; None if the ledger has only one host.
+        peers: returns the hosts of the ledger.
+    """
+
+    def __init__(
+        self, root: Path, place: Path, grants: Grants, host: str | None, peers: Callable[[], Sequence[Host]] = tuple
+    ) -> None:
+        self._root, self._place, self._grants, self._host, self._peers = root, place, grants, host, peers
+        self._renewed = -RENEW_SECONDS
+        self._told: dict[str, tuple[str, str]] = {}  # attempt folder → the server's address written there
+        self._damaged: set[str] = set()  # folders for which an error was logged
+
+    def give(self, attempt: AttemptRecord, folder: Path, *, boxed: bool = False) -> None:
+        """See `control.jobs.Access.give`.
+
+        Raises:
+            InfrastructureError: the server has not recorded its address yet.
+        """
+        url, certificate = self._server()
+        secret = PREFIX + secrets.token_urlsafe(32)
+        self._grants.add(attempt, digest_bytes(secret.encode()))
+        JobAccess(url, secret, certificate, f"{INSIDE}/{SOCKET}" if boxed else "").write(folder)
+
+    def bootstrap(self, attempt: AttemptRecord) -> str:
+        """See `control.jobs.Access.bootstrap`: a token, this server, and the other servers of the team.
+
+        Raises:
+            InfrastructureError: the server has not recorded its address yet.
+        """
+        url, certificate = self._server()
+        secret = BOOTSTRAP_PREFIX + secrets.token_urlsafe(32)
+        self._grants.add(attempt, digest_bytes(secret.encode()), bootstrap=True)
+        team = [one.url for one in self._peers() if one.url and not one.gone]
+        return Bootstrap(secret, tuple(dict.fromkeys((url, *team))), certificate).to_json()
+
+    def keep(self) -> None:
+        """Renew the grants of running jobs when due, and write the server's current address into the jobs' folders.
+
+        Raises:
+            PosttrainError: the ledger or the server is unreachable; call again later.
+        """
+        if time.monotonic() - self._renewed < RENEW_SECONDS:
+            return
+        place = self._server()
+        folders = {name for name in self._grants.renew(self._host) if (self._root / name).is_dir()}
+        self._renewed = time.monotonic()  # set first, because a job may have damaged its folder
+        self._damaged &= folders
+        self._told = {name: told for name, told in self._told.items() if name in folders}
+        for name in sorted(folders):
+            if self._told.get(name) == place:
+                continue
+            try:
+                tell(self._root / name, *place)
+                self._told[name] = place
+                self._damaged.discard(name)
+            except (PosttrainError, OSError) as error:
+                if name not in self._damaged:
+                    log.warning("a job cannot receive the server's address: %s", error)
+                self._damaged.add(name)
+
+    def _server(self) -> tuple[str, str]:
+        said = read_json(self._place)
+        try:
+            parts, certificate = urlsplit(str(said["url"])), str(said.get("certificate", ""))
+            host = _EVERYWHERE.get(str(parts.hostname), str(parts.hostname))
+            shown = f"[{host}]" if ":" in host else host
+            return f"{parts.scheme}://{shown}:{parts.port}", Path(certificate).read_text() if certificate else ""
+        except (TypeError, KeyError, OSError) as error:
+            raise InfrastructureError(
+                f"{self._place}: does not contain the server's address, since the server is still starting; "
+                "try again when it has started"
+            ) from error
 
 
 def begin_session(ledger: Ledger, digest: str, token_id: str, expires_at: float) -> None:

@@ -11,7 +11,7 @@
     controls/000001.json    orders to the job: numbered, typed, write-once
     controls/acks/000001.json   the job's acknowledgement of an order
     result.json             the job's result: written last, and once
-    meter checkpoints/00000120.json outputs.json parts/000001.jsonl log/000000000000000    from a job elsewhere:
+    meter checkpoints/00000120.json outputs/000000.json parts/000001.jsonl log/000000000000000  from a job elsewhere:
                             its spending, its staged files (see `store.staging`), and its output by byte offset
 
     The port `MailboxObjects` hides the place of the objects; `store.mailboxes` has its back-ends. Where possible, this
@@ -41,7 +41,7 @@ from posttrain.store.atomic import SEGMENT, SMALL
 
 PACK = 64  # segments
 EVENTS, SAMPLES, PARTS = "events", "samples", "parts"
-ORDER, REQUEST, OUTPUTS, METER = "job.json", "request.json", "outputs.json", "meter"
+ORDER, REQUEST, METER = "job.json", "request.json", "meter"
 RAN = "ran.json"  # the seconds that all incarnations of an agent's job ran
 _START, _SUMMARY, _RESULT, _LOG = "start.json", "summary.json", "result.json", "log"
 _WAITS = (0.1, 0.5, 2.0)  # seconds before an unanswered request is tried again

@@ -6,7 +6,8 @@
 
 A job writes only below the prefix of its attempt and epoch (the number of times that the executor restarted it), next
 to the blobs of the artifact store. Every PUT states the SHA-256 of its bytes, and S3 rejects other bytes. The attempt's
-mailbox lists the parts of each file (`checkpoints/00000120.json`, `outputs.json`) after all of them are stored. Its
+mailbox lists the parts of each file (`checkpoints/00000120.json`, `outputs/000000.json`) after all of them are stored.
+The result names the list of outputs, so the outputs and the result are of one incarnation. The mailbox's
 stream `parts` lists every stored part, so that a later epoch does not send equal bytes again. A part is not
 skipped because an object exists.
 
@@ -26,7 +27,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
@@ -48,7 +49,7 @@ from posttrain.store.atomic import files_below, look_over, open_plain
 from posttrain.store.attempts import TAIL, AttemptFolder, StoredCheckpoint, spending
 from posttrain.store.blobs import ObjectBlobs, answering, backend_of
 from posttrain.store.direct import LARGE
-from posttrain.store.mailbox import ORDER, OUTPUTS, PARTS, RAN, Mailbox, refuse
+from posttrain.store.mailbox import ORDER, PARTS, RAN, Mailbox, refuse
 from posttrain.store.retries import (
     PARTS as PARTS_PATH,
     PATIENCE,
@@ -69,6 +70,7 @@ _CHARACTER = 4  # maximum bytes of a character
 _MOST_FILES = 100_000  # of an output or a checkpoint; their list has at most 64 MiB
 _MOST_PARTS = 10_000  # of a file, as S3 accepts
 _PARTS_NOTED = 16  # parts after which the list of stored parts is written
+_LIST = re.compile(r"outputs/[0-9]{1,9}\.json")
 _PART = re.compile(r"[0-9]{1,6}/[0-9a-f]{64}")
 
 
@@ -295,8 +297,8 @@ class Uploads:
         self._refuse_lost()
         self._mailbox.once(checkpoint_key(step), {"step": step, "tokens": tokens, "files": files})
 
-    def outputs(self, attempt: AttemptFolder, outputs: Mapping[str, Output]) -> None:
-        """Store a job's outputs, then list them.
+    def outputs(self, attempt: AttemptFolder, outputs: Mapping[str, Output]) -> dict[str, Output]:
+        """Store a job's outputs, then list them; return the outputs with the key of the list as path.
 
         Raises:
             IntegrityError: an output is missing, outside `outputs/`, or contains something other than files.
@@ -307,7 +309,9 @@ class Uploads:
             files = self.tree(path) if output.form == "tree" else {"": self.file(path).to_json()}
             listed[name] = {"form": output.form, "files": files}
         self._refuse_lost()
-        self._mailbox.replace(OUTPUTS, listed)  # an earlier incarnation may have listed its own, and ended
+        key = f"outputs/{self._epoch:06d}.json"  # another incarnation may list its own
+        self._mailbox.replace(key, listed)
+        return {name: replace(output, path=key) for name, output in outputs.items()}
 
     def close(self) -> None:
         """End the threads; uploads that wait are dropped."""
@@ -394,7 +398,9 @@ class StagedAttempt(AttemptFolder):
 
     def store_output(self, blobs: BlobStore, name: str, output: Output) -> str:
         """See `AttemptFolder.store_output`."""
-        said = (self.mailbox.document(OUTPUTS) or {}).get(name, {})
+        if not _LIST.fullmatch(output.path):
+            raise IntegrityError(f"output {name} of {self._name} must name its list of files, got {output.path!a}")
+        said = (self.mailbox.document(output.path) or {}).get(name, {})
         try:
             form, files = str(said["form"]), said["files"]
             if form != output.form:
