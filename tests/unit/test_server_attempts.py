@@ -490,7 +490,7 @@ def test_an_admin_names_variables_and_takes_that_back(world: World, monkeypatch:
 def test_an_order_of_a_served_workspace_names_no_store(tmp_path: Path, bench: ServerBench) -> None:
     workspace = bench.workspace
     before = workspace.jobs.executor
-    serve_jobs(workspace, granting(bench))
+    serve_jobs(workspace)
     assert workspace.jobs.access is not None
     assert workspace.jobs.executor is not before
     assert workspace.seen_by("user:ann", "default", "token").jobs.access is workspace.jobs.access
