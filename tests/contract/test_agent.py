@@ -8,20 +8,21 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from posttrain.domain.errors import ConflictError, InputError
+from posttrain.domain.errors import ConflictError, InputError, WorkspaceError
 from posttrain.domain.jobs import ANOTHER_RUNS, JobOrder, Progress
 from posttrain.domain.jobspec import JobSpec
 from posttrain.execution import processes
 from posttrain.execution.agent import Agent
 from posttrain.store.attempts import mailbox_at
 from posttrain.store.blobs import open_blobs
-from posttrain.store.mailbox import ORDER, REQUEST
+from posttrain.store.mailbox import ORDER, REQUEST, MailboxObjects
 from posttrain.store.staging import StagedAttempt
 
 pytestmark = pytest.mark.slow
@@ -289,6 +290,45 @@ def test_a_store_that_does_not_answer_is_no_word_about_the_job(node: Node, monke
     assert node.ends(node.start()) != 0
     assert node.attempt.read_result() is None
     assert list((node.root / "scratch").iterdir()) == []
+
+
+class Filling:
+    """A mailbox's objects in a store that is full for a while: facts and then the result do not fit at first."""
+
+    def __init__(self, objects: MailboxObjects) -> None:
+        self._objects, self.refused = objects, list[str]()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._objects, name)
+
+    def create(self, key: str, data: bytes) -> bool:
+        if key.startswith(("events/", "result.json")) and self.refused.count(key) < 2:
+            self.refused.append(key)
+            raise WorkspaceError("the store is full; free some space")
+        return self._objects.create(key, data)
+
+
+def test_a_store_that_is_full_for_a_while_costs_no_work(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    filled = mailbox_at(node.url)
+    filled._objects = full = Filling(filled._objects)
+    monkeypatch.setattr("posttrain.execution.agent.mailbox_at", lambda url: filled)
+    monkeypatch.setenv("JUDGE_KEY", "a-judges-key")
+    monkeypatch.setattr("posttrain.execution.agent._LOOK_SECONDS", 0.1)
+    node.hold.touch()  # the job waits in its second step until the store was full
+    node.order(token_allowance=100)
+
+    def go_on() -> None:
+        wait_until(lambda: full.refused.count("events/000001.jsonl") == 2)
+        node.hold.unlink()
+
+    with ThreadPoolExecutor(1) as beside:
+        going_on = beside.submit(go_on)
+        assert Agent(node.url, 0, node.root / "scratch").run() == 0
+        going_on.result()
+    assert {"events/000001.jsonl", "result.json"} <= set(full.refused)
+    result = node.attempt.read_result()
+    assert result is not None
+    assert result.status == "succeeded"
 
 
 def test_an_agent_without_a_job_says_what_is_missing(node: Node) -> None:
