@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 from teams import Team
+from test_clusters import working_below
 from test_served_demo import played_here, released
 from workbench import Workbench
 
 from postgres_server import Server
 from posttrain.domain.records import AttemptRecord
-from posttrain.execution import processes
 from posttrain.store.attempts import mailbox_at
 from posttrain.store.mailbox import Mailbox
 from posttrain.store.staging import StagingArea
@@ -101,5 +101,5 @@ def test_the_demo_over_two_servers_and_slurm_releases_what_it_releases_here(team
     first.run("gc", "--older-than", "0s")
     assert list(StagingArea(first.environment["POSTTRAIN_STORE"]).stored()) == []
     scratch = team.folder / "scratch"
-    assert processes.carrying("POSTTRAIN_SCRATCH", str(scratch)) == []
+    assert working_below(scratch) == []
     assert list(scratch.glob("job-*")) == []

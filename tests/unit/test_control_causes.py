@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -15,12 +16,14 @@ from posttrain.control import actions
 from posttrain.control.jobs import AttemptFolders
 from posttrain.control.reconciler import Reconciler
 from posttrain.control.verdicts import explain_run
-from posttrain.domain.errors import FailureClass, InfrastructureError, JobFailedError, WorkspaceError
+from posttrain.domain.errors import CapacityError, FailureClass, InfrastructureError, JobFailedError, WorkspaceError
+from posttrain.domain.flavours import Cluster
 from posttrain.domain.jobs import (
     ANOTHER_RUNS,
     NO_MEMORY,
     NO_SPACE,
     NODE_FAILED,
+    Capacity,
     Cause,
     Failure,
     JobResult,
@@ -30,6 +33,7 @@ from posttrain.domain.jobspec import JobSpec
 from posttrain.domain.lifecycle import AttemptState, StopCause
 from posttrain.domain.records import AttemptRecord
 from posttrain.execution.executors.fake import FakeExecutor, Hostility
+from posttrain.execution.trainers.native import NativeTrainer
 from posttrain.store.attempts import mailbox_at
 
 
@@ -200,6 +204,41 @@ def test_a_stop_ends_a_run_whose_job_elsewhere_began_unnoticed_and_was_dropped(t
         bench.clock.sleep(0.5)
     actions.stop(bench.stores, run_id)
     assert bench.drive(run_id).state == "stopped"
+
+
+@pytest.mark.timeout(60)
+def test_a_job_that_a_cluster_refuses_for_now_is_submitted_again_though_devices_here_are_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def job(spec: JobSpec) -> int:
+        began(spec)
+        mailbox_at(spec.mailbox).answer(JobResult("failed", failure=Failure(FailureClass.BUG, "b", "b")).to_json())
+        return 0
+
+    bench = elsewhere(tmp_path, job)
+    cluster, real, asked = bench.executor, bench.executor.submit, list[float]()
+    cluster.name = "slurm-a"  # type: ignore[misc]
+
+    def submit(spec: JobSpec) -> Submission:
+        asked.append(bench.clock.now())
+        if len(asked) < 5:
+            raise CapacityError("executor slurm-a does not answer; asking again within 30 s")
+        return real(spec)
+
+    monkeypatch.setattr(cluster, "submit", submit)
+    monkeypatch.setattr(NativeTrainer, "devices", lambda self, kind, params: 1)
+    here = FakeExecutor(None, bench.clock.now)
+    here.room = Capacity(devices=1, held={"0": "another job"})
+    flavours = {"h100": {"executor": "slurm-a", "gpus_per_node": 1}}
+    declared = Cluster.model_validate(
+        {"executors": {"slurm-a": {"kind": "slurm"}}, "flavours": flavours, "default": "h100"}
+    )
+    bench.jobs = replace(bench.jobs, executor=here, declared=lambda: (declared, {"slurm-a": cluster}))
+    bench.reconciler = Reconciler(bench.stores, bench.jobs, "here")
+    run_id = bench.submit(**TRAIN_ONLY)
+    bench.drive(run_id)
+    assert [later - sooner for sooner, later in pairwise(asked[1:])] == pytest.approx([15.0] * 3, abs=2.0)
+    assert bench.ledger.attempts(run_id)[0].failure_signature == "b"
 
 
 @pytest.mark.timeout(60)

@@ -196,7 +196,7 @@ def test_a_line_that_hangs_is_asked_once_in_a_while(
         raise slurm.subprocess.TimeoutExpired("ssh", timeout)
 
     monkeypatch.setattr(slurm.subprocess, "run", hangs)
-    for wanted in ("did not answer within", "does not answer; asking again in"):
+    for wanted in ("did not answer within", "does not answer; asking again within"):
         with pytest.raises(InfrastructureError, match=wanted):
             line.executor.observe([spec(tmp_path)])
     monkeypatch.setattr("posttrain.execution.ports.time.monotonic", lambda: 1e9)
@@ -288,7 +288,7 @@ def test_what_a_flavour_requests_reaches_sbatch_and_no_variable_does(
     assert "bootstrap-of-the-job" in script, "the script is not on a command line, which other users see"
     assert "bootstrap-of-the-job" not in words
     assert "a secret of the driver" not in words + script
-    assert "ray.scripts.scripts start --head" in script
+    assert "posttrain.execution.agent ray start --head" in script
     assert "RAY_AUTH_MODE,RAY_AUTH_TOKEN" in script, "srun exports the token that the cluster over the nodes requires"
     assert script.count("srun $public") == script.count("srun ") == 2
 

@@ -61,6 +61,7 @@ class Probed:
     waited: float = 0.0  # seconds from the submission to the report
     skew: float = 0.0  # seconds that the node's clock is ahead of this machine's
     report: dict[str, Any] = field(default_factory=dict)  # node, python, accelerators, packages, seconds …
+    proves: bool = True  # false: the probe did not run, so nothing is known of the nodes
 
 
 def declare(workspace: Workspace, file: Path) -> Cluster:
@@ -143,7 +144,8 @@ def probes(workspace: Workspace, name: str | None, patience: float) -> Iterator[
             continue
         except PosttrainError as error:
             found = Probed(one, executor.name, str(error))
-        workspace.record_proof(one, succeeded=not found.trouble)
+        if found.proves:
+            workspace.record_proof(one, succeeded=not found.trouble)
         yield found
 
 
@@ -175,9 +177,9 @@ def _probe(workspace: Workspace, name: str, flavour: Flavour, executor: Executor
                     return Probed(name, executor.name, why, _NO_ACCESS, waited=time.time() - begun)
             if time.time() - begun > patience:
                 why = seen.detail or f"its job is {seen.state}"
-                action = "wait longer with --wait, or choose other nodes"
+                action = "" if "it never starts" in why else "wait longer with --wait, or choose other nodes"
                 said = f"no report within {patience:.0f} s: {why}"
-                return Probed(name, executor.name, said, action, waited=patience)
+                return Probed(name, executor.name, said, action, waited=patience, proves=running > 0)
             time.sleep(_LOOK_SECONDS)
             with suppress(InfrastructureError):
                 seen = executor.observe([spec])[0]

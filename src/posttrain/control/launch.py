@@ -355,7 +355,7 @@ def launch_attempt(
     try:
         answer = executor.submit(spec)
     except CapacityError as error:  # another job took the devices first
-        say(stores, stage, Reason.WAITING_FOR_DEVICES, str(error))
+        say(stores, stage, Reason.WAITING_FOR_CLUSTER if executor.remote else Reason.WAITING_FOR_DEVICES, str(error))
         return None
     except InfrastructureError as error:
         return Failure(FailureClass.INFRASTRUCTURE, str(error), "")  # not the job's fault, so no signature
@@ -432,7 +432,7 @@ def record_launch(stores: Stores, attempt: AttemptRecord, handle: str, stage: St
             handle=handle,
             launched_at=stores.clock.now(),
         )
-        if stage.reason in (Reason.WAITING_FOR_DEVICES, Reason.SUBMISSION_UNKNOWN):
+        if stage.reason in (Reason.WAITING_FOR_DEVICES, Reason.WAITING_FOR_CLUSTER, Reason.SUBMISSION_UNKNOWN):
             transaction.update_stage(stage, reason=Reason.RUNNING, message=f"attempt {attempt.number}", next_action="")
     crashpoint("attempt.after_handle")
 

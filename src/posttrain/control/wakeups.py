@@ -47,6 +47,7 @@ _LEAVING = 60.0  # seconds between two passes for a job that has left its result
 _SOON = 1.0  # seconds until the next look at an attempt whose launch is not recorded
 _WAITS: Mapping[str, float] = {  # seconds between polls for conditions whose end writes no row of this run
     Reason.WAITING_FOR_IDENTICAL_STAGE: 60.0,  # the stage's end notifies the run; its driver's end does not
+    Reason.WAITING_FOR_CLUSTER: 15.0,
     Reason.SUBMISSION_UNKNOWN: 2.0,
     Reason.JOB_NOT_VISIBLE: 2.0,
 }
@@ -71,9 +72,10 @@ def look_again_after(
             waiting(stage) and stage.reason != Reason.WAITING_FOR_APPROVAL
         ):  # a stage's `not_before`, and the end of the wait for its signal
             waits += [at - now for at in times(wait_of(manifest, stage.name), stage) if at > now]
-    for_devices = {stage.name for stage in stages if stage.reason == Reason.WAITING_FOR_DEVICES}  # see `_deal`
+    # these have a turn (see `_deal`), or a wait of their own
+    refused = {s.name for s in stages if s.reason in (Reason.WAITING_FOR_DEVICES, Reason.WAITING_FOR_CLUSTER)}
     for attempt in attempts:
-        if attempt.state == AttemptState.PLANNED and attempt.stage not in for_devices:
+        if attempt.state == AttemptState.PLANNED and attempt.stage not in refused:
             waits.append(_SOON)
         elif attempt.state == AttemptState.LAUNCHED and attempt.stop_requested_at is not None:
             waits.append(max(_SOON, attempt.stop_requested_at + STOP_GRACE_SECONDS - now))

@@ -190,6 +190,12 @@ class Reason(StrEnum):
         "The devices that the stage requests are in use.",
         "nothing, or end the jobs that hold them",
     )
+    WAITING_FOR_CLUSTER = (
+        "WaitingForCluster",
+        (_STAGE,),
+        "The cluster does not answer, or does not accept the job for now; the job is submitted again.",
+        _NOTHING,
+    )
     WAITING_FOR_IDENTICAL_STAGE = (
         "WaitingForIdenticalStage",
         (_STAGE,),

@@ -67,6 +67,7 @@ from posttrain.store.trees import materialise, scratch
 PROBE = "posttrain.execution.agent"  # the module of a job that reports what it finds on its node
 PROBED = "probe.json"  # that report, in the mailbox
 T = TypeVar("T")
+_RAY = "ray"
 _RELAY_SECONDS = 0.5  # between two looks at the job's mailbox
 _LOOK_SECONDS = 2.0  # between two looks at the attempt's mailbox
 _FENCE_SECONDS = 5.0  # between two checks that no later incarnation began
@@ -303,8 +304,11 @@ class Agent:
             return StoredParts(order.store_url, order.name)
         return ServedParts(folder, pause=self.turn)
 
-    def _insist(self, ask: Callable[[], T]) -> T:
-        """Repeat what may be repeated until the store or the server answers.
+    def _insist(self, ask: Callable[[], T], *, writes: bool = True) -> T:
+        """Repeat what may be repeated until the store or the server answers, and has space.
+
+        Args:
+            writes: whether a full disk may be the store's; if not, it is this node's.
 
         Raises:
             ConflictError: the job was given up.
@@ -318,8 +322,8 @@ class Agent:
                 return ask()
             except RefusedError:
                 raise
-            except (InfrastructureError, WorkspaceError):  # a full store gets space again
-                if time.monotonic() >= until:
+            except (InfrastructureError, WorkspaceError) as error:  # a full store gets space again
+                if time.monotonic() >= until or (isinstance(error, WorkspaceError) and not writes):
                     raise
                 self.turn(_LOOK_SECONDS)
 
@@ -348,7 +352,7 @@ class Agent:
                 own.put(blobs.get(blob.digest))
             else:
                 blobs.fetch(blob.digest, cache / "files" / blob.digest.removeprefix(DIGEST_PREFIX))
-        order = self._insist(lambda: self._resumed(outside, order, own, folder, parts))
+        order = self._insist(lambda: self._resumed(outside, order, own, folder, parts), writes=False)
         if order.resume:
             source = blobs if not own.has(order.resume) else own
             materialise(source, order.resume, cache)
@@ -490,7 +494,8 @@ class _Beat:
                 if now >= due:
                     self._due[act] = now + seconds[act]
                     act()
-            self._silent = None
+                    if act == self._relay.down:  # which always writes; nothing new may be left to relay
+                        self._silent = None
         except RefusedError as error:
             self._agent.give_up(str(error))
         except (InfrastructureError, WorkspaceError) as error:
@@ -584,7 +589,10 @@ def _refuse_lacking(spec: JobSpec) -> None:
 
 
 def main() -> None:
-    """Run the attempt of the mailbox that the command line names."""
+    """Run the attempt of the mailbox that the command line names, or Ray: `agent ray WORDS`."""
+    if sys.argv[1:2] == [_RAY]:  # the ranks of a gang inherit its environment, so it has no key of this node
+        own = processes.of_a_server(os.environ) | {n: one for n, one in os.environ.items() if n.startswith("RAY_")}
+        os.execve(sys.executable, [sys.executable, "-m", "ray.scripts.scripts", *sys.argv[2:]], own)
     processes.close_to_others()  # the environment may have the keys of the store
     if len(sys.argv) != 2:
         print(f"usage: agent MAILBOX, got {len(sys.argv) - 1} arguments", file=sys.stderr)

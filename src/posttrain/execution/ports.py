@@ -149,8 +149,8 @@ class Patience:
             NotAskedError: there was no answer a moment ago, or others wait for one.
             InfrastructureError: there was no answer.
         """
-        if (left := self._until - time.monotonic()) > 0:
-            raise NotAskedError(f"executor {self._name} does not answer; asking again in {left:.0f} s")
+        if time.monotonic() < self._until:
+            raise NotAskedError(f"executor {self._name} does not answer; asking again within {_PAUSE_SECONDS:.0f} s")
         if not self._room.acquire(timeout=_WAIT_SECONDS):
             raise NotAskedError(f"executor {self._name} has not answered earlier requests yet; asking again soon")
         limit = min(seconds, _TRIAL_SECONDS) if self._silent else seconds

@@ -13,6 +13,7 @@ A program that answers a waiting process reads one request and answers in lines.
 import ctypes
 import errno
 import gc
+import io
 import json
 import os
 import re
@@ -253,6 +254,8 @@ def settle_environment(threads: int) -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # progress bars would fill the log
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # `posttrain logs` shows what a running job prints
 
 
 @contextmanager

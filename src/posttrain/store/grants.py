@@ -43,7 +43,7 @@ _EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 SECONDS = 900.0  # validity of a grant without renewal
 _KEPT = 86400.0  # seconds that an expired grant is kept, because a returning driver may renew it
 _LIVE = [state for state in AttemptState if not is_final("attempt", state)]
-MOST = 20  # maximum sessions of a token
+MOST = 20  # maximum sessions of a token, and bootstrap tokens of an attempt
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +75,13 @@ class Grants:
             bootstrap: whether the secret opens nothing, and only redeems the secret of a job.
         """
         key = {"run_id": attempt.run_id, "stage": attempt.stage, "number": attempt.number}
-        with self._database.write() as connection:
+        with self._database.write(across="an attempt is of one project") as connection:
             self._add(connection, digest, key, bootstrap=int(bootstrap))
+            if bootstrap:  # one for each submission; a cluster may refuse the job for days
+                mine = (*keyed(grants, **key), grants.c.bootstrap == 1)
+                newest = select(grants.c.digest).where(*mine).order_by(grants.c.expires_at.desc()).limit(MOST)
+                kept = connection.execute(newest).scalars().all()
+                connection.execute(delete(grants).where(*mine, grants.c.digest.not_in(kept)))
 
     def redeem(self, bootstrap: str, digest: str) -> bool:
         """Give the access of an attempt to the holder of a new secret too; return whether the bootstrap token is valid.

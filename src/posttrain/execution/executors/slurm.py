@@ -59,9 +59,10 @@ _COLUMNS = ",".join(f"{name}:|" for name in _FIELDS)
 _NAME = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9_.-]*)\.pt-[0-9a-f]{12}")
 _QUEUED = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD")
 _NEVER = {  # reasons that last until somebody changes something
-    "PartitionTimeLimit": "its flavour needs a `time_limit` that the partition allows (posttrain executor add)",
-    "PartitionNodeLimit": "its flavour needs fewer `nodes`, or another partition (posttrain executor add)",
-    "BadConstraints": "its flavour needs another `constraint` (posttrain executor add)",
+    "PartitionTimeLimit": "a `time_limit` that the partition allows",
+    "PartitionNodeLimit": "fewer `nodes`, or another partition",
+    "PartitionConfig": "`cpus`, `memory` and GPUs that a node of the partition has",
+    "BadConstraints": "another `constraint`",
 }
 _PAUSED = ("SUSPENDED", "STOPPED")
 _RUNS = ("RUNNING", "COMPLETING", "SIGNALING", "STAGE_OUT", "RESIZING")
@@ -194,7 +195,9 @@ class SlurmExecutor:
         if row.state in _QUEUED or row.state in _PAUSED:
             why = row.reason if row.state in _QUEUED else row.state.lower()
             detail = f"queued by {self.name}" + (f": {why}" if why != "None" else "")
-            detail += f"; it never starts: {_NEVER[why]}" if why in _NEVER else ""
+            if why in _NEVER:
+                detail += f"; it never starts: its flavour needs {_NEVER[why]} (posttrain executor add); then scancel "
+                detail += str(row.id)
             return Observation(JobState.STARTING, detail=detail, seconds=seconds, **here)  # type: ignore[arg-type]
         if row.state in _RUNS:
             return Observation(JobState.RUNNING, seconds=seconds, **here)  # type: ignore[arg-type]
@@ -310,10 +313,10 @@ export RAY_ADDRESS="$RAY_ADDRESS:$(({port} + SLURM_JOB_ID % 20000))"
 export RAY_USAGE_STATS_ENABLED=0 RAY_AUTH_MODE=token
 public="--export=HOME,USER,LOGNAME,PATH,RAY_AUTH_MODE,RAY_AUTH_TOKEN,RAY_USAGE_STATS_ENABLED"
 export RAY_AUTH_TOKEN="$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')"
-srun $public --overlap --nodes=1 --ntasks=1 --nodelist="$SLURMD_NODENAME" {python} -m ray.scripts.scripts start --head \
---port="${{RAY_ADDRESS##*:}}" --include-dashboard=false $own &
+srun $public --overlap --nodes=1 --ntasks=1 --nodelist="$SLURMD_NODENAME" \
+{python} -m posttrain.execution.agent ray start --head --port="${{RAY_ADDRESS##*:}}" --include-dashboard=false $own &
 srun $public --overlap --nodes={rest} --ntasks={rest} --exclude="$SLURMD_NODENAME" \
-{python} -m ray.scripts.scripts start --address="$RAY_ADDRESS" $own &"""
+{python} -m posttrain.execution.agent ray start --address="$RAY_ADDRESS" $own &"""
 
 
 def _row(number: int, head: str, key: str) -> _Row:
