@@ -7,6 +7,7 @@ full. Drivers are on hosts that share no disk.
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -38,6 +39,7 @@ from posttrain.store.retries import RefusedError
 from posttrain.store.staging import PartObjects, StagedAttempt, StoredParts, Uploads
 
 T = TypeVar("T")
+HEARS = 90.0  # seconds from the moment at which a node can hear that its job is over to the end of the job
 SPACE = "space"  # in the store
 _LATE, _UNANSWERED = 0.01, 0.02  # shares of a node's requests that arrive late, or whose answer is lost
 _SLICES = 4  # of a step, after each of which the agent looks at its job
@@ -82,9 +84,11 @@ class Node:
 class NodeObjects(SimObjects):
     """An attempt's mailbox as a node reaches it."""
 
-    def __init__(self, node: Node, outside: Outside, held: dict[str, bytes], place: str, wrote: Any) -> None:
+    def __init__(
+        self, node: Node, outside: Outside, held: dict[str, bytes], place: str, wrote: Any, started: Any
+    ) -> None:
         super().__init__(outside, held, place)
-        self._node, self._wrote = node, wrote
+        self._node, self._wrote, self._started = node, wrote, started
 
     def create(self, key: str, data: bytes) -> bool:
         """See `MailboxObjects.create`."""
@@ -109,6 +113,7 @@ class NodeObjects(SimObjects):
     def _noted(self, key: str, data: bytes) -> bool:
         made = self._put(key, data)
         if made:
+            self._started(self.place, key, data)
             self._wrote(self._node, key)
         return made
 
@@ -195,12 +200,29 @@ class SimLock:
             self._alone = False
 
 
+class DriverObjects(SimObjects):
+    """An attempt's mailbox as a driver reaches it."""
+
+    def __init__(self, outside: Outside, held: dict[str, bytes], place: str, started: Any) -> None:
+        super().__init__(outside, held, place)
+        self._started = started
+
+    def _put(self, key: str, data: bytes) -> bool:
+        made = super()._put(key, data)
+        if made:
+            self._started(self.place, key, data)
+        return made
+
+
 class SimStaged(StagedAttempt):
     """An attempt elsewhere whose mailbox is in memory."""
 
-    def __init__(self, path: Path, channel: str, name: str, store: str, outside: Outside, held: Any) -> None:
+    def __init__(
+        self, path: Path, channel: str, name: str, store: str, outside: Outside, held: Any, started: Any
+    ) -> None:
         super().__init__(path, channel, name, store)
-        self.mailbox = Mailbox(SimObjects(outside, held.setdefault(channel, {}), path.name), outside.world.pause)
+        objects = DriverObjects(outside, held.setdefault(channel, {}), channel, started)
+        self.mailbox = Mailbox(objects, outside.world.pause)
 
 
 class SimAgent(Agent):
@@ -258,12 +280,14 @@ class ClusterJobs(Jobs):
         self._nodes: dict[str, Node] = {}  # actor → node
         self._restarts: dict[tuple[str, int], int] = {}
         self._beats: dict[str, Callable[[], None]] = {}
+        self.fenced: dict[str, tuple[float, str]] = {}  # mailbox → when its newest start came, and the token of it
         self.listed: list[tuple[str, int, float, bool]] = []  # attempt, step, when (of clocks), whether by a zombie
 
     def mailbox(self, node: Node, url: str) -> Mailbox:
         """An attempt's mailbox as this node reaches it."""
         held = self._channels.setdefault(url, {})
-        return Mailbox(NodeObjects(node, self._outside, held, url, self._wrote), self._world.pause)
+        objects = NodeObjects(node, self._outside, held, url, self._wrote, self.note_start)
+        return Mailbox(objects, self._world.pause)
 
     def newest(self, name: str, *, before: float = float("inf"), of_zombies: bool = True) -> int:
         """The step of an attempt's furthest checkpoint that was listed."""
@@ -306,7 +330,7 @@ class ClusterJobs(Jobs):
             self._world.add("scheduler", lambda: self._terminate(job, node))
         else:
             seconds = dice.expovariate(1 / 700)
-            node.cut = self._world.time + seconds
+            node.cut = max(node.cut, self._world.time + seconds)
             for actor in node.each() if what != "cut off" else ():
                 actor.freeze(seconds)
             if what == "abandoned" or dice.random() < 0.5:
@@ -317,7 +341,11 @@ class ClusterJobs(Jobs):
         """Do what the job does; the agent looks at it after each slice of a step."""
         node, order = agent.node, attempt.read_order()
         job = node.job
-        job.computes = True
+        twins = [one.name for one in self.all if one.computes and one.stage == job.stage and not self.is_zombie(one)]
+        self._world.must(not twins or node.zombie, f"two jobs of {job.stage} compute: {twins}, {job.name}")
+        right = order.epoch == agent.request.epoch
+        self._world.must(right, f"{job.name} is of epoch {agent.request.epoch}, told {order.epoch}")
+        job.computes = not node.zombie
         self._beats[job.actor.name] = beat
         began = self._world.time
         try:
@@ -337,6 +365,7 @@ class ClusterJobs(Jobs):
         for _ in range(_SLICES):
             self._world.pause(seconds / _SLICES)
             self._beats[job.actor.name]()
+            self._heed(node)
             if node.agent is not None and node.agent.lost:
                 self._world.say(f"{job.name} ({job.actor.name}) is given up: {node.agent.lost}")
                 raise _GivenUpError
@@ -345,6 +374,16 @@ class ClusterJobs(Jobs):
         super()._start(request, number)
         job = self.all[-1]
         self._nodes[job.actor.name] = Node(self._world, self._weather, job)
+
+    def _heed(self, node: Node) -> None:
+        """A job whose attempt has ended, or has a later incarnation, is given up soon after its node can hear of it."""
+        agent, world = node.agent, self._world
+        over = self.fenced.get(agent.url if agent else "", (0.0, ""))
+        if agent is None or agent.lost or over[1] in ("", agent._token):
+            return
+        deaf = max(node.cut, self._weather.away.get("channel", 0.0), self._weather.away.get(SPACE, 0.0), over[0])
+        late = world.time - deaf
+        world.must(late < HEARS, f"{node.job.name} ({node.job.actor.name}) computes {late:.0f} s after it was fenced")
 
     def _live(self, request: JobSpec, job: SimJob) -> None:
         node = self._nodes[job.actor.name]
@@ -417,6 +456,11 @@ class ClusterJobs(Jobs):
             self._requeue(job)
         else:
             self.executor.lose(job.name, Cause.NODE_LOST, job.number)
+
+    def note_start(self, url: str, key: str, data: bytes) -> None:
+        """An attempt has a new start, or a tombstone."""
+        if key == "start.json" or key.startswith("starts/"):
+            self.fenced[url] = (self._world.time, str(json.loads(data)["token"]))
 
     def _wrote(self, node: Node, key: str) -> None:
         folder, _, name = key.partition("/")
@@ -526,6 +570,7 @@ class ClusterDay(Simulation):
         made = ClusterFolders(self.root / host, lambda: "memory://mail", lambda _: True, self.blobs.url)
         object.__setattr__(made, "outside", self.channel)
         object.__setattr__(made, "held", self.channels)
+        object.__setattr__(made, "started", self.jobs.note_start)
         return made
 
     def _patches(self) -> list[Any]:
@@ -588,9 +633,12 @@ class ClusterExecutor(SimExecutor):
 class ClusterFolders(SimFolders):
     """Attempts on nodes."""
 
-    __slots__ = ()
+    __slots__ = ("started",)
+
+    started: Any
 
     def of(self, attempt: AttemptRecord) -> AttemptFolder:
         """See `AttemptFolders.of`."""
         channel = str(attempt.channel)
-        return SimStaged(self.root / attempt.folder, channel, attempt.name, self.store, self.outside, self.held)
+        where = self.root / attempt.folder
+        return SimStaged(where, channel, attempt.name, self.store, self.outside, self.held, self.started)

@@ -185,9 +185,12 @@ def _refuse_beside_a_server(command: str = "init") -> None:
     from posttrain.domain.ids import SERVER_VARIABLE
 
     if url := os.environ.get(SERVER_VARIABLE):
+        action = f"continue with the next command, or unset {SERVER_VARIABLE} and run {command} again"
+        if command != "init":
+            action = f"run {command} on the server's machine, in the folder of its workspace"
         raise InputError(
             f"{command}: commands use the server that {SERVER_VARIABLE} names, {url}, so they would not use a "
-            f"workspace here; continue with the next command, or unset {SERVER_VARIABLE} and run {command} again"
+            f"workspace here; {action}"
         )
 
 
