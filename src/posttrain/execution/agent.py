@@ -591,8 +591,8 @@ def _refuse_lacking(spec: JobSpec) -> None:
 def main() -> None:
     """Run the attempt of the mailbox that the command line names, or Ray: `agent ray WORDS`."""
     if sys.argv[1:2] == [_RAY]:  # the ranks of a gang inherit its environment, so it has no key of this node
-        own = processes.of_a_server(os.environ) | {n: one for n, one in os.environ.items() if n.startswith("RAY_")}
-        os.execve(sys.executable, [sys.executable, "-m", "ray.scripts.scripts", *sys.argv[2:]], own)
+        kept = processes.of_a_server(os.environ) | {n: one for n, one in os.environ.items() if n.startswith("RAY_")}
+        os.execve(sys.executable, [sys.executable, "-m", "ray.scripts.scripts", *sys.argv[2:]], kept)
     processes.close_to_others()  # the environment may have the keys of the store
     if len(sys.argv) != 2:
         print(f"usage: agent MAILBOX, got {len(sys.argv) - 1} arguments", file=sys.stderr)
