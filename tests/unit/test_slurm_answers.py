@@ -135,6 +135,11 @@ def test_a_submission_without_a_whole_answer_is_unknown_and_never_becomes_a_seco
     assert (seen.state, seen.detail) == (JobState.STARTING, "queued by slurm-a: Priority")
     assert line.executor.submit(job) == Exists("1")
     assert len(line.jobs()) == 1
+    line.change(reason="PartitionTimeLimit")
+    assert line.executor.observe([job])[0].detail == (
+        "queued by slurm-a: PartitionTimeLimit; it never starts: its flavour needs a `time_limit` that the partition "
+        "allows (posttrain executor add); then scancel 1"
+    )
 
 
 def test_a_queue_that_cannot_be_read_proves_no_absence_and_submits_nothing(line: Line, tmp_path: Path) -> None:

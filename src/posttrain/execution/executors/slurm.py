@@ -58,10 +58,8 @@ _FIELDS = ("JobID", "State", "RestartCnt", "TimeUsed", "exit_code", "BatchHost",
 _COLUMNS = ",".join(f"{name}:|" for name in _FIELDS)
 _NAME = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9_.-]*)\.pt-[0-9a-f]{12}")
 _QUEUED = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD")
-_NEVER = {  # reasons that last until somebody changes something
+_NEVER = {  # reasons that waiting does not remove; others may also mean that nodes are down
     "PartitionTimeLimit": "a `time_limit` that the partition allows",
-    "PartitionNodeLimit": "fewer `nodes`, or another partition",
-    "PartitionConfig": "`cpus`, `memory` and GPUs that a node of the partition has",
     "BadConstraints": "another `constraint`",
 }
 _PAUSED = ("SUSPENDED", "STOPPED")
