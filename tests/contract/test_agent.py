@@ -11,15 +11,16 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from posttrain.domain.errors import ConflictError, InputError, WorkspaceError
+from posttrain.domain.errors import ConflictError, InputError, UnavailableError, WorkspaceError
 from posttrain.domain.jobs import ANOTHER_RUNS, JobOrder, Progress
 from posttrain.domain.jobspec import JobSpec
 from posttrain.execution import processes
-from posttrain.execution.agent import Agent
+from posttrain.execution.agent import Agent, _Beat
 from posttrain.store.attempts import mailbox_at
 from posttrain.store.blobs import open_blobs
 from posttrain.store.mailbox import ORDER, REQUEST, MailboxObjects
@@ -329,6 +330,26 @@ def test_a_store_that_is_full_for_a_while_costs_no_work(node: Node, monkeypatch:
     result = node.attempt.read_result()
     assert result is not None
     assert result.status == "succeeded"
+
+
+def test_a_job_that_reports_nothing_is_given_up_when_the_store_refuses_every_request_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda seconds: None)
+    monkeypatch.setattr("posttrain.execution.agent.time", clock)
+
+    def down() -> None:
+        raise UnavailableError("connection refused")
+
+    relay = SimpleNamespace(up=lambda: None, log=lambda: None, newest=lambda: None, down=down)
+    agent = Agent("file:///nowhere", 0, tmp_path)
+    beat = _Beat(agent, relay, None)  # type: ignore[arg-type]
+    while now[0] < 1000 and not agent.lost:
+        beat()
+        now[0] += 0.25
+    assert 600 < now[0] < 610
+    assert "the store has taken nothing for 600 s: connection refused" in agent.lost
 
 
 def test_an_agent_without_a_job_says_what_is_missing(node: Node) -> None:
