@@ -314,7 +314,6 @@ def test_a_store_that_is_full_for_a_while_costs_no_work(node: Node, monkeypatch:
     filled._objects = full = Filling(filled._objects)
     monkeypatch.setattr("posttrain.execution.agent.mailbox_at", lambda url: filled)
     monkeypatch.setenv("JUDGE_KEY", "a-judges-key")
-    monkeypatch.setattr("posttrain.execution.agent._LOOK_SECONDS", 0.1)
     node.hold.touch()  # the job waits in its second step until the store was full
     node.order(token_allowance=100)
 

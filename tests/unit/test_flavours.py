@@ -46,7 +46,7 @@ def lab() -> Cluster:
     [
         ({"flavours": {"a": {"executor": "slurm-x"}}}, "flavours.a: executor must be one of executors, got 'slurm-x'"),
         ({"flavours": {"a": {"executor": "slurm-a", "partiton": "gpu"}}}, "flavours.a.partiton"),
-        ({"flavours": {"a": {"executor": "slurm-a", "gpus": 2}}}, "did you mean 'gpus_per_node'?"),
+        ({"flavours": {"a": {"executor": "slurm-a", "gpus": 2}}}, "flavours.a: gpus must be named gpus_per_node"),
         ({"flavours": {"a": {"executor": "slurm-a", "partition": "gpu; rm -rf"}}}, "flavours.a.partition"),
         ({"flavours": {"A B": {"executor": "slurm-a"}}}, "A B"),
         ({"default": "h200"}, "default must be one of flavours, got 'h200'"),

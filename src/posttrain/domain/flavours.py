@@ -96,6 +96,13 @@ class Flavour(_Given):
     constraint: Word | None = None
     reservation: Word | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _named_as_placements_do(cls, value: Any) -> Any:
+        if isinstance(value, dict) and "gpus" in value:
+            raise ValueError(f"gpus must be named gpus_per_node, got gpus: {str(value['gpus'])[:20]}")
+        return value
+
     def options(self) -> dict[str, str]:
         """Return the words of the cluster's own queue."""
         named = {name: getattr(self, name) for name in ("partition", "qos", "account", "constraint", "reservation")}

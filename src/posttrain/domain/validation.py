@@ -15,7 +15,6 @@ from posttrain.domain.errors import InputError, nearest
 M = TypeVar("M", bound=BaseModel)
 # name in TRL, verl, OpenRLHF or transformers → names in Posttrain; the first name that exists at the place counts
 FIELDS: Mapping[str, tuple[str, ...]] = {
-    "gpus": ("gpus_per_node",),
     **dict.fromkeys(("lr", "learning-rate", "actor_lr", "critic_lr"), ("learning_rate",)),
     **dict.fromkeys(("lr_scheduler_type", "lr_scheduler", "scheduler"), ("schedule",)),
     **dict.fromkeys(("warmup", "warmup_ratio", "lr_warmup_steps", "lr_warmup_steps_ratio"), ("warmup_steps",)),
