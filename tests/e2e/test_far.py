@@ -55,8 +55,6 @@ def test_a_servers_job_elsewhere_holds_no_key_and_outlives_its_server(
     first.environment |= {"FAR_KEYLESS": "yes"}
     served = Served(first)
     ann = served.client(tmp_path / "ann", "ann", "submitter")
-    ann.write("model.yaml", (first.folder / "model.yaml").read_text())
-    ann.run("asset", "create", "model:other", "model.yaml", "--seed", "4")  # the server itself drives this run
     running = ann.start("run", "run.yaml")
     starts = str(tmp_path / "node" / "starts")
     for pid in first.wait("an agent", lambda: processes.carrying("FAR_STARTS", starts)):
