@@ -117,9 +117,9 @@ containers: $(VENV)/.dev ## jobs in containers of a real podman: what they compu
 	@command -v podman >/dev/null || { echo "make containers needs podman: apt-get install -y podman runc" >&2; exit 1; }
 	$(BIN)/python -m pytest -m containers --timeout 3000 --durations 12 $$(grep -rl 'mark.containers' tests --include='test_*.py')
 
-slurm: $(VENV)/.ray ## jobs on a Slurm cluster of two nodes, which is started on loopback for them and stopped
+slurm: $(VENV)/.ray ## jobs on a Slurm cluster of two nodes, which is started on loopback for them and stopped; CASES=all for the demo over two servers, with make .venv/.postgres
 	@$(BIN)/python tests/slurm_cluster.py
-	$(BIN)/python -m pytest -m slurm --timeout 3000 --durations 12 $$(grep -rl 'mark.slurm' tests --include='test_*.py')
+	$(BIN)/python -m pytest -m "slurm $(if $(CASES),,and not deep)" --timeout 3000 --durations 12 $$(grep -rl 'mark.slurm' tests --include='test_*.py')
 
 site: $(VENV)/.docs ## the documentation as a site in .site/, made anew; a broken link ends it
 	rm -rf .site && $(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet -c handbook -d .site/.doctrees docs .site

@@ -137,7 +137,7 @@ OTHERS = (
     Lane("site", 1, ("docs", "handbook", "README.md", "CHANGELOG.md", *_source("cli", "api"))),
     Lane("browser", 4, (*_source("web", "views", "server/console"), "tests/browser", "handbook")),
     Lane("postgres", 18, (*_source("store"), "tests/postgres_server.py")),
-    Lane("slurm", 11, (*_source("execution"), "tests/slurm_cluster.py", "tests/e2e/test_clusters.py")),
+    Lane("slurm", 16, (*_source("execution"), "tests/slurm_cluster.py", "tests/e2e/test_clusters.py")),
     Lane("containers", 4, (*_source("execution", "jobs"), "tests/podman_image.py", "tests/e2e/test_jobs_in_images.py")),
 )
 # Before the first of the others: nothing is installed while jobs run, which compare their environment with their run's.

@@ -22,7 +22,7 @@ from posttrain.store.staging import StagingArea
 from s3_server import s3_server, use_s3
 from slurm_cluster import Cluster as Slurm
 
-pytestmark = [pytest.mark.slurm, pytest.mark.postgres]
+pytestmark = [pytest.mark.slurm, pytest.mark.postgres, pytest.mark.deep]
 
 
 @pytest.fixture
