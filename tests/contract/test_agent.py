@@ -351,6 +351,18 @@ def test_a_job_that_reports_nothing_is_given_up_when_the_store_refuses_every_req
     assert "the store has taken nothing for 600 s: connection refused" in agent.lost
 
 
+def test_the_ray_cluster_of_a_gang_gets_its_token_and_no_key_of_the_node(tmp_path: Path) -> None:
+    (tmp_path / "ray" / "scripts").mkdir(parents=True)
+    (tmp_path / "ray" / "__init__.py").touch()
+    (tmp_path / "ray" / "scripts" / "scripts.py").write_text("import os, sys; print(sys.argv[1:], sorted(os.environ))")
+    own = {"PATH": os.environ["PATH"], "AWS_SECRET_ACCESS_KEY": "the-nodes", "RAY_AUTH_TOKEN": "of-the-gang"}
+    words = [sys.executable, "-m", "posttrain.execution.agent", "ray", "start", "--head"]
+    done = subprocess.run(words, env=own, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=PATIENCE)
+    assert "['start', '--head']" in done.stdout
+    assert "RAY_AUTH_TOKEN" in done.stdout
+    assert "AWS" not in done.stdout
+
+
 def test_an_agent_without_a_job_says_what_is_missing(node: Node) -> None:
     agent = node.start()
     said, _ = agent.communicate(timeout=PATIENCE)

@@ -24,7 +24,7 @@ from posttrain.domain.jobs import NODE_FAILED, Cause, Observation
 from posttrain.domain.jobspec import JobRef
 from posttrain.domain.validation import validated
 from posttrain.execution.executors.fake import FakeExecutor
-from posttrain.store.attempts import AttemptFolder
+from posttrain.store.attempts import AttemptFolder, mailbox_at
 
 LAB: dict[str, Any] = {
     "executors": {"slurm-a": {"kind": "slurm"}, "ray-b": {"kind": "ray", "address": "http://127.0.0.1:1"}},
@@ -151,6 +151,22 @@ def test_what_is_declared_is_added_to_what_is_known(tmp_path: Path, monkeypatch:
     assert Workspace(tmp_path / ".posttrain").jobs.cluster == workspace.jobs.cluster
     with pytest.raises(NotFoundError, match=r"there is no flavour or executor 'h200' \(did you mean 'h100'\?\)"):
         next(probes(workspace, "h200", 1.0))
+
+
+def test_a_probe_that_only_waits_takes_no_proof_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "executors.yaml"
+    file.write_text(yaml.safe_dump(LAB, sort_keys=False))
+    declare(workspace_in(tmp_path, monkeypatch), file)
+    workspace = Workspace(tmp_path / ".posttrain")
+    workspace.record_proof("small", succeeded=True)
+    queue = FakeExecutor()
+    queue.name = "slurm-a"  # type: ignore[misc]
+    workspace.jobs = replace(workspace.jobs, declared=lambda: (lab(), {"slurm-a": queue, "ray-b": FakeExecutor()}))
+    monkeypatch.setattr("posttrain.app.executors.mailbox_at", lambda url: mailbox_at((tmp_path / "mail").as_uri()))
+    monkeypatch.setattr("posttrain.app.executors._LOOK_SECONDS", 0.0)
+    [probed] = probes(workspace, "small", 0.0)
+    assert probed.trouble == "no report within 0 s: its job is starting"
+    assert workspace.is_proven("small")
 
 
 def test_a_workspace_in_a_folder_refuses_executors_that_could_not_reach_it(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -124,3 +125,14 @@ def test_what_this_file_counts_as_imported() -> None:
     said = "import time:       110 |        221 |     torch.nn\nnot import time: 1 | 2 | x\n"
     assert imported(said) == {"torch.nn"}
     assert within({"torch.nn", "torchgen", "numpy"}, ("torch",)) == ["torch.nn"]
+
+
+def test_what_a_running_job_prints_is_in_its_log_before_it_ends(tmp_path: Path) -> None:
+    """`posttrain logs` reads the file; `os._exit` writes no buffer."""
+    program = "from posttrain.jobs.entry import settle_environment; settle_environment(1); print('step 1'); import os; "
+    log = tmp_path / "log.txt"
+    plain = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    with log.open("wb") as out:
+        words = [sys.executable, "-c", program + "os._exit(0)"]
+        subprocess.run(words, env=plain, stdout=out, check=True, timeout=300)
+    assert log.read_text() == "step 1\n"

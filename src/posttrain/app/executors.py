@@ -61,7 +61,7 @@ class Probed:
     waited: float = 0.0  # seconds from the submission to the report
     skew: float = 0.0  # seconds that the node's clock is ahead of this machine's
     report: dict[str, Any] = field(default_factory=dict)  # node, python, accelerators, packages, seconds …
-    proves: bool = True  # false: the probe did not run, so nothing is known of the nodes
+    proves: bool = True  # false: the probe still waits in the cluster's queue, so nothing is known of the nodes
 
 
 def declare(workspace: Workspace, file: Path) -> Cluster:
@@ -179,7 +179,8 @@ def _probe(workspace: Workspace, name: str, flavour: Flavour, executor: Executor
                 why = seen.detail or f"its job is {seen.state}"
                 action = "" if "it never starts" in why else "wait longer with --wait, or choose other nodes"
                 said = f"no report within {patience:.0f} s: {why}"
-                return Probed(name, executor.name, said, action, waited=patience, proves=running > 0)
+                waits = seen.state is JobState.STARTING
+                return Probed(name, executor.name, said, action, waited=patience, proves=not waits)
             time.sleep(_LOOK_SECONDS)
             with suppress(InfrastructureError):
                 seen = executor.observe([spec])[0]
