@@ -126,6 +126,7 @@ class Talk(Dataflow):
 class TestObserver:
     def test_observe_runs_in_a_cell_as_the_stage_says(self, shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("HUSH", "secret")
+        before = {child.pid for child in psutil.Process().children()}
         calls = watched(monkeypatch, rewards, "ProcessObserver")
         shop.put("recipe", TALK, source="talk.py", entry="Talk")
         params = {
@@ -142,7 +143,8 @@ class TestObserver:
         facts = attempt.facts()[0]
         lines = {fact.message.partition(" raised ")[2].partition(";")[0] for fact in facts if isinstance(fact, Note)}
         assert lines == {"ValueError: told False /tmp"}
-        assert not [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
+        left = [child for child in psutil.Process().children() if child.pid not in before]
+        assert not [child for child in left if child.status() != psutil.STATUS_ZOMBIE]
 
     def test_an_observe_that_cannot_be_confined_is_refused_unless_it_is_trusted(
         self, shop: Shop, monkeypatch: pytest.MonkeyPatch
