@@ -23,6 +23,7 @@ from posttrain.engine.config import STAGE_CONFIGS, TraceConfig
 from posttrain.engine.config.policy_gradient import LagConfig
 from posttrain.engine.config.sampling import RoleConfig
 from posttrain.engine.settings import (
+    AdapterConfig,
     EarlyStoppingConfig,
     LossProbeConfig,
     OptimizerConfig,
@@ -50,6 +51,7 @@ TABLES: Mapping[str, type[BaseModel]] = {
     "runtime": RuntimeConfig,
     "rollout": RolloutConfig,
     "train": TrainConfig,
+    "adapter": AdapterConfig,
     "lag": LagConfig,
     "trace": TraceConfig,
     "placement": Placement,
@@ -70,6 +72,7 @@ _DOCUMENTED: Mapping[type[BaseModel], str] = {  # model → the page and anchor 
     RuntimeConfig: "run-yaml/training.md#runtime",
     RolloutConfig: "run-yaml/sampling.md#rollout-engine",
     TrainConfig: "run-yaml/training.md#training-engine",
+    AdapterConfig: "run-yaml/training.md#adapter",
     LagConfig: "run-yaml/sampling.md#lag",
     TraceConfig: "run-yaml/sampling.md#trace",
     Placement: "run-yaml/placement.md#roles",
@@ -87,6 +90,7 @@ _LAST = (
     "placement",
     "rollout",
     "train",
+    "adapter",
     "lag",
     "stream_gradients",
     "trace",

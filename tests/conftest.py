@@ -130,11 +130,14 @@ def _copied(load: Callable[..., Any]) -> Callable[..., Any]:
     """A function that loads each state of a folder once."""
     loaded: dict[Any, Any] = {}
 
-    def opened(folder: Path, *, device: str = "cpu", dtype: str = "float32") -> Any:
-        files = sorted(folder.iterdir()) if folder.is_dir() else []
-        if device != "cpu" or sum(file.stat().st_size for file in files) > 2**22:
-            return load(folder, device=device, dtype=dtype)
-        state = dtype, tuple((file.name, file.read_bytes() if file.is_file() else b"") for file in files)
+    def opened(folder: Path, *, device: str = "cpu", dtype: str = "float32", **adapter: Any) -> Any:
+        files = sorted(folder.rglob("*")) if folder.is_dir() else []
+        if device != "cpu" or adapter.get("adapter") or sum(file.stat().st_size for file in files) > 2**22:
+            return load(folder, device=device, dtype=dtype, **adapter)
+        state = (
+            dtype,
+            tuple((str(file.relative_to(folder)), file.read_bytes() if file.is_file() else b"") for file in files),
+        )
         if state not in loaded:
             while len(loaded) >= 32:
                 del loaded[next(iter(loaded))]

@@ -26,6 +26,9 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from posttrain.engine.models.adapters import adapter_weights, attach
+from posttrain.engine.settings import LoraConfig
+
 torch.set_num_threads(1)  # these models are far too small to share their work between threads
 
 VOCABULARY = 61
@@ -114,13 +117,20 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     "mistral": _mistral,
 }
 NATIVE = ("llama", "qwen2", "qwen3")  # families that the hand-written decoder takes
+ADAPTED = ("qwen3-lora1", "llama-lora8", "qwen2-lora16")  # with an adapter of this rank
 
 
 def build(family: str, *, seed: int = 0, attention: str | None = None) -> PreTrainedModel:
-    """A model of the family in evaluation mode; norms and biases are perturbed so that ignoring one shows."""
+    """A model of the family in evaluation mode; norms, biases and B are perturbed so that ignoring one shows."""
+    family, _, rank = family.partition("-lora")
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         module = FAMILIES[family]()
+        if rank:
+            attach(module, LoraConfig(rank=int(rank), alpha=2.0 * int(rank)), seed)
+            for layer in module.modules():
+                if found := adapter_weights(layer):
+                    found[1].normal_(std=0.1)
         with torch.no_grad():
             for parameter in module.parameters():
                 if parameter.ndim == 1:

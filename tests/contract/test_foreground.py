@@ -161,7 +161,8 @@ class TestCast:
     def test_each_weight_is_rounded_once_and_integers_stay(self, tmp_path: Path, dtype: str) -> None:
         weights, counts = torch.randn(17, 5, generator=torch.Generator().manual_seed(1)), torch.arange(3)
         folder = self.folder(tmp_path / "m", weights=weights, counts=counts)
-        assert list(cast({"folder": str(folder), "dtype": dtype})) == [{"file": "model.safetensors", "tensors": 2}]
+        told = {"file": "model.safetensors", "tensors": 2, "dtype": dtype}
+        assert list(cast({"folder": str(folder), "dtype": dtype})) == [told]
         found = load_file(folder / "model.safetensors")
         assert torch.equal(found["weights"], weights.to(getattr(torch, dtype)))
         assert torch.equal(found["counts"], counts)

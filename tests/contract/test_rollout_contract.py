@@ -33,7 +33,8 @@ PROMPTS = [
     for n in (5, 3, 11, 1, 4, 7, 8)
 ]
 SAMPLED = SamplingParams(max_new_tokens=LIMIT, temperature=1.3, seed=3)
-CASES = [("native", family) for family in families.NATIVE] + [("module", family) for family in families.FAMILIES]
+NATIVE = (*families.NATIVE, *families.ADAPTED)
+CASES = [("native", family) for family in NATIVE] + [("module", family) for family in families.FAMILIES]
 
 
 @cache
@@ -171,7 +172,7 @@ def test_responses_do_not_depend_on_the_batch(kind: str, family: str) -> None:
     assert len(set(said(together))) > 20
 
 
-@pytest.mark.parametrize("family", families.NATIVE)
+@pytest.mark.parametrize("family", NATIVE)
 def test_native_and_module_draw_the_same(family: str) -> None:
     sampling = SamplingParams(max_new_tokens=LIMIT, temperature=0.9, seed=21)
     native, module = (
@@ -234,7 +235,7 @@ def test_an_end_in_the_first_place_is_a_response(kind: str) -> None:
     assert all(t.truncated for t in endless)
 
 
-@pytest.mark.parametrize("family", families.NATIVE)
+@pytest.mark.parametrize("family", NATIVE)
 def test_zero_copy_reads_what_the_optimiser_wrote(family: str) -> None:
     model = adopt_module(families.build(family))
     names = [name for name, _ in model.module.named_parameters()]

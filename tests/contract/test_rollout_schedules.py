@@ -147,7 +147,7 @@ def test_a_schedule_changes_no_bit(case: Case) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", families.NATIVE)
+@pytest.mark.parametrize("family", [*families.NATIVE, *families.ADAPTED])
 @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(case=cases())
 def test_many_schedules_change_no_bit(family: str, case: Case) -> None:
@@ -314,7 +314,7 @@ def test_what_never_fits_is_refused_when_it_is_submitted() -> None:
         engine.submit(requests([[3]], 1))
 
 
-@pytest.mark.parametrize("family", families.NATIVE)
+@pytest.mark.parametrize("family", [*families.NATIVE, *families.ADAPTED])
 def test_logprobs_are_those_of_the_teacher_forced_module(family: str) -> None:
     work = requests([[3, 4, 5], [7] * 20, [9, 8]], 4, limit=40)
     engine = engine_of(model_of(family), kv_cache=LARGE)

@@ -16,11 +16,20 @@ from safetensors.torch import load_file
 from posttrain.engine.groups.port import RankContext
 from posttrain.engine.roles import contract
 from posttrain.engine.roles.contract import HELD, Bench, learned
+from posttrain.engine.roles.port import TrainEngine
+
+Opening = Callable[[RankContext, int], TrainEngine]
+OPENED = (train_engine.open_torch, train_engine.open_adapter)
 
 
+@pytest.mark.parametrize("opened", OPENED, ids=lambda opened: opened.__name__)
 @pytest.mark.parametrize("held", HELD, ids=lambda held: held.__name__)
-def test_the_whole_engine(held: Callable[[Bench], None], tmp_path: Path) -> None:
-    held(Bench(train_engine.open_torch, RankContext(), tmp_path))
+def test_the_whole_engine(held: Callable[[Bench], None], opened: Opening, tmp_path: Path) -> None:
+    held(Bench(opened, RankContext(), tmp_path))
+
+
+def test_an_adapter_recalls_its_start(tmp_path: Path) -> None:
+    train_engine.recalls_its_start(Bench(train_engine.open_adapter, RankContext(), tmp_path))
 
 
 class Broken:
@@ -91,11 +100,12 @@ def test_an_engine_that_breaks_a_promise_is_found(
 
 
 @pytest.mark.slow
-def test_the_sharded_engine_learns_what_the_whole_one_does(tmp_path: Path) -> None:
+@pytest.mark.parametrize("opened", OPENED, ids=lambda opened: opened.__name__)
+def test_the_sharded_engine_learns_what_the_whole_one_does(opened: Opening, tmp_path: Path) -> None:
     command = [sys.executable, train_engine.__file__]
     processes = [
         subprocess.Popen(
-            [*command, str(rank), "2", str(tmp_path), "train_engine:open_torch"],
+            [*command, str(rank), "2", str(tmp_path), f"train_engine:{opened.__name__}"],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -105,7 +115,7 @@ def test_the_sharded_engine_learns_what_the_whole_one_does(tmp_path: Path) -> No
     said = [process.communicate(timeout=500) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], "\n".join(err for _, err in said)
     assert [out.splitlines()[-1] for out, _ in said] == ["held", "held"]
-    one = learned(Bench(train_engine.open_torch, RankContext(), tmp_path))
+    one = learned(Bench(opened, RankContext(), tmp_path))
     two = load_file(tmp_path / "learned.safetensors")
     assert one.keys() == two.keys()
     for name, value in one.items():

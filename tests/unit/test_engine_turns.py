@@ -40,7 +40,7 @@ from posttrain.engine.recipes.ppo import PPO
 from posttrain.engine.roles.training import TrainWorker
 from posttrain.engine.rollout.backends.native import NativeRollout
 from posttrain.engine.rollout.port import Completion, Generation, OpenSample, Reply, SamplingParams
-from posttrain.engine.rollout.turns import Conversations
+from posttrain.engine.rollout.sessions import Conversations
 from posttrain.engine.rollout.worker import EngineError
 from posttrain.engine.samples import Group, Prompt, Sample as Sampled, Segment, Trajectory
 from posttrain.engine.scores import Failed, Observations, Observed, RewardScorer, Stretch, TextEnvironment

@@ -118,7 +118,9 @@ def test_what_a_script_computes_is_told(world: World) -> None:
     draft, stage = trl(world, "computed.py", text)
     assert list(stage["stop"]) == ["</answer>"]
     told = {line.partition(": ")[0]: line for line in draft.changed}
-    assert "adapters are not supported yet" in told["peft_config"]
+    assert stage["adapter"] == {
+        "lora": {"rank": 8, "targets": ("q_proj", "v_proj"), "alpha": 8.0, "dropout": 0.0, "rslora": False}
+    }
     assert "the file does not define this value" in told["beta"]
     assert "run_name" in draft.inert
     assert "train_dataset" not in told
@@ -205,11 +207,33 @@ def test_what_is_not_carried_over_is_told(world: World) -> None:
     draft, _ = trl(world, "grpo.sh", GRPO_SH)
     assert draft.dropped == ["frobnicate: 3"]
     changed = " ".join(draft.changed)
-    for word in ("use_peft", "seed: $SEED"):
+    for word in ("lora_dropout: 0.05: is 0 in grpo", "seed: $SEED"):
         assert word in changed
     assert "use_vllm" not in changed  # where responses are computed decides no result
     text = draft.text()
     assert all(item[:60] in text for item in (*draft.changed, *draft.dropped, *draft.fill_in))
+
+
+def test_adapters_of_trl_are_carried_over(world: World) -> None:
+    text = (
+        "conf = LoraConfig(r=4, lora_alpha=12, lora_dropout=0.1, target_modules='all-linear', use_rslora=True, "
+        "modules_to_save=['lm_head'])\n"
+        "SFTTrainer(model='./base', train_dataset=data, peft_config=conf, args=SFTConfig(max_steps=3))\n"
+    )
+    draft, stage = trl(world, "lora.py", text)
+    assert stage["adapter"]["lora"] == {"rank": 4, "alpha": 12.0, "dropout": 0.1, "targets": "auto", "rslora": True}
+    assert any("modules_to_save" in line and "plain LoRA on linear layers" in line for line in draft.changed)
+    _, stage = trl(world, "lora.sh", "trl dpo --use_peft --lora_target_modules q_proj k_proj --max_steps 3")
+    assert stage["adapter"]["lora"] == {
+        "rank": 16, "alpha": 32.0, "dropout": 0.0, "targets": ("k_proj", "q_proj"), "rslora": False,
+    }  # fmt: skip
+
+
+def test_an_adapter_of_verl_is_carried_over(world: World) -> None:
+    model = {"path": "./base", "lora_rank": 32, "lora_alpha": 64, "target_modules": "all-linear"}
+    settings = {**VERL, "actor_rollout_ref": {**VERL["actor_rollout_ref"], "model": model}}
+    stage = valid(from_verl(read_settings(Path(world.write("lora.yaml", yaml.safe_dump(settings)))), rows=40))
+    assert stage["adapter"]["lora"] == {"rank": 32, "alpha": 64.0, "dropout": 0.0, "targets": "auto", "rslora": False}
 
 
 def test_a_python_script_is_read_and_not_run(world: World) -> None:

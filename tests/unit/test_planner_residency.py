@@ -10,12 +10,14 @@ import torch
 import transformers
 from hypothesis import given, strategies as st
 
+from posttrain.domain.adapters import AdapterSize
 from posttrain.domain.kinds import Load
 from posttrain.domain.placement import Placement
 from posttrain.domain.roles import CRITIC, POLICY, REFERENCE, REWARD, REWARD_MODEL, ROLLOUT, TEACHER, RoleSpec
 from posttrain.engine.batch import Document, TokenBatch
 from posttrain.engine.config import InitModelConfig, RewardModelConfig
 from posttrain.engine.config.sampling import DECODED_TOGETHER
+from posttrain.engine.models.adapters import attach
 from posttrain.engine.models.backbone import cost_model
 from posttrain.engine.models.files import character_tokenizer, initial_model
 from posttrain.engine.models.language_model import LanguageModel, adopt_module
@@ -24,6 +26,7 @@ from posttrain.engine.rollout.backends import native
 from posttrain.engine.rollout.kv_pages import PAGE, PageStore
 from posttrain.engine.rollout.kv_slots import SlotStore
 from posttrain.engine.rollout.port import KVShape, SamplingParams
+from posttrain.engine.settings import AdapterConfig, LoraConfig
 from posttrain.pacing.balance import CostModel
 from posttrain.planner.residency import (
     KV_AHEAD,
@@ -54,6 +57,32 @@ def table(of: Load, *, gpu: bool = False, prompt: int = 0) -> Residency:
 
 def sure(found: Residency, phase: str, role: str) -> dict[str, int]:
     return {h.part: h.bytes for h in found.held if (h.phase, h.role) == (phase, role) and not h.estimated}
+
+
+@pytest.mark.parametrize("targets", ["auto", ("down_proj", "k_proj")])
+def test_an_adapter_has_the_parameters_that_peft_gives_it(targets: Any) -> None:
+    size = InitModelConfig(hidden_size=48, heads=4, kv_heads=2, layers=3)
+    lora = LoraConfig(rank=3, targets=targets)
+    module = initial_model(size, character_tokenizer(size.characters), 0)
+    shape = Shape.of_config(module.config.to_dict())
+    assert shape is not None
+    attach(module, lora, seed=0)
+    counted = AdapterConfig(lora=lora).size()
+    trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
+    assert counted.parameters(shape.linear_layers, shape.layers) == trained
+
+
+@pytest.mark.parametrize(("ranks", "dtype"), [(1, "float32"), (1, "bfloat16"), (2, "bfloat16")])
+def test_an_adapter_is_trained_beside_one_frozen_base(ranks: int, dtype: str) -> None:
+    placement: Any = {"collocated": {"ranks": ranks}} if ranks > 1 else "collocated"
+    whole = load(placement=placement, dtype=dtype, roles=(POLICY, ROLLOUT, REWARD))
+    found = sure(table(replace(whole, adapter=AdapterSize(rank=1))), "update", "policy")
+    own, base = 2 * (8 + 6 + 6 + 8 + 3 * 12), N  # of two layers: q, k, v, o, and the MLP's three
+    width = 4 if dtype == "float32" else 2
+    assert found["weights"] == (width * (base + own) if ranks == 1 else width * base // 2 + 4 * own // 2)
+    assert found["optimizer"] == 8 * own // ranks
+    assert found.get("masters", 0) == (4 * own if ranks == 1 and width == 2 else 0)
+    assert found["gradients"] == 4 * own // ranks + (2 * own if ranks == 1 and width == 2 else 0)
 
 
 def test_supervised_training_on_one_cpu_holds_sixteen_bytes_a_parameter() -> None:

@@ -37,7 +37,10 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
         ("steps: 6,", "steps: 6, gradient_checkpointing: true,", "'activation_checkpointing' under 'runtime'"),
         ("steps: 4,", "steps: 4, train_batch_size: 8,", "(did you mean 'batch_size'?)"),
         ("steps: 6,", "steps: 6, train_batch_size: 8,", "(did you mean 'prompts_per_step'?)"),
-        ("steps: 4,", "steps: 4, lora: {rank: 8},", "lora: unknown key here: adapters and quantised weights are not"),
+        ("steps: 4,", "steps: 4, lora: {rank: 8},", "lora: unknown key (did you mean 'lora' under 'adapter'?)"),
+        ("steps: 4,", "steps: 4, peft_config: {r: 8},", "peft_config: unknown key (did you mean 'adapter'?)"),
+        ("steps: 4,", "steps: 4, adapter: {lora: {r: 8}},", "adapter.lora.r: unknown key (did you mean 'rank'?)"),
+        ("steps: 4,", "steps: 4, load_in_4bit: true,", "quantised weights are not supported yet"),
         ("steps: 6,", "steps: 6, use_vllm: true,", "use_vllm: unknown key here: vLLM and SGLang are not supported yet"),
         ("at_least: ", "min: ", "min: unknown key (did you mean 'at_least'?)"),
         (

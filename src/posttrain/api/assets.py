@@ -51,10 +51,13 @@ class Assets(Verbs):
         """
 
     @verb("POST /assets/models", Role.SUBMITTER, ".catalog.add_model", heavy=True, command="asset add", seals=True)
-    def add_model(self, folder: Path, name: Word, *, progress: Callable[[str], None] = lambda _: None) -> Asset:
-        """Register a model folder.
+    def add_model(
+        self, folder: Path, name: Word, *, base: Word | None = None, progress: Callable[[str], None] = lambda _: None
+    ) -> Asset:
+        """Register a model folder, or the folder of an adapter.
 
         Args:
+            base: the registered model of which the folder has an adapter.
             progress: called with the number of stored files and bytes.
         """
 
@@ -160,10 +163,19 @@ class Models(Verbs):
         """
 
     @verb("POST /exports", Role.SUBMITTER, "app.export", heavy=True, writes="folder")
-    def export(self, model: Word, folder: Path, *, dtype: str | None, progress: Callable[[str], None]) -> Exported:
-        """Write a model as a Hugging Face folder.
+    def export(
+        self,
+        model: Word,
+        folder: Path,
+        *,
+        dtype: str | None,
+        form: str | None = None,
+        progress: Callable[[str], None],
+    ) -> Exported:
+        """Write a model as a Hugging Face folder, or its adapter as a folder of peft.
 
         Args:
+            form: required for a model with an adapter: `adapter`, or `merged` for one model.
             progress: called with the name of each file.
         """
 

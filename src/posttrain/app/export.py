@@ -7,7 +7,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -25,6 +25,8 @@ from posttrain.control.verdicts import explain_run
 from posttrain.data.assets import floating_types
 from posttrain.data.refs import Source
 from posttrain.decision.releases import release_states
+from posttrain.domain.adapters import CONFIG as ADAPTER, FOLDER, SavedAdapter, base_files, has_adapter
+from posttrain.domain.canonical import digest_bytes
 from posttrain.domain.errors import InputError
 from posttrain.domain.kinds import BEST
 from posttrain.domain.manifest import Manifest, StageManifest, deciding
@@ -32,7 +34,7 @@ from posttrain.domain.records import IMPORTED, StageRecord
 from posttrain.domain.rendering import CONFIG, is_classifier
 from posttrain.execution import foreground
 from posttrain.store.atomic import sync_folder, sync_tree, unwritable
-from posttrain.store.trees import scratch, tree_listing
+from posttrain.store.trees import TreeFile, listing_bytes, scratch, tree_listing
 from posttrain.views.report import tree_lines
 from posttrain.web.pages import ModelCard, ScoreLine, StageLine, render_card
 
@@ -43,20 +45,30 @@ _PARTIAL = ".posttrain-export-"  # the next export to the same place deletes the
 _PRIVATE = ("by", "owner", "registered by", "uri")
 Dtype = Literal["float32", "bfloat16", "float16"]
 DTYPES: tuple[str, ...] = get_args(Dtype)
+FORMS = ("adapter", "merged")
 
 
 @answers(Control.export)
 def export(
-    workspace: Workspace, model: str, folder: Path, *, dtype: str | None, progress: Callable[[str], None]
+    workspace: Workspace,
+    model: str,
+    folder: Path,
+    *,
+    dtype: str | None,
+    form: str | None = None,
+    progress: Callable[[str], None],
 ) -> Exported:
     """Write a model's files into a new folder, which appears complete or not at all.
 
     Args:
         dtype: the dtype to which the weights are converted; None: copy the weights byte for byte.
+        form: of a model with an adapter: `adapter` (the files of the adapter) or `merged` (one model, whose weights are
+            sums that are rounded to the base's dtype).
         progress: receives each file name.
 
     Raises:
-        InputError: `folder` exists and is not empty, or the dtype is unknown or cannot represent the weights.
+        InputError: `folder` exists and is not empty, or the dtype is unknown or cannot represent the weights; `form` is
+            missing for a model with an adapter, or given for another.
         NotFoundError: a file of the model is missing.
         IntegrityError: a file of the model is corrupt.
         WorkspaceError: `folder` cannot be written.
@@ -69,22 +81,60 @@ def export(
     target = _place(folder, workspace)
     with scratch(target.parent, _PARTIAL) as work:
         made = work / "made"
-        _copied(workspace, named.digest, made, progress)
-        stored = floating_types(made)
-        cast = dtype is not None and stored != {dtype}
-        if cast:
-            for answer in foreground.answers(_CAST, {"folder": str(made), "dtype": dtype}, timeout=_CAST_SECONDS):
-                progress(f"{answer['file']} in {dtype}")
-        kind = dtype or ", ".join(sorted(stored))
-        described = named.made is not None and _describe(workspace, named.made, made, kind, cast=cast)
+        listing = tree_listing(workspace.blobs, named.digest)
+        _refuse_form(form, named.word, adapted=has_adapter(listing))
+        base = base_files(listing)
+        only = {name: file for name, file in listing.items() if name not in base}
+        _copied(workspace, only if form == "adapter" else listing, made, progress)
+        judge = _scores(made)
+        if form == "adapter":
+            _lift(made)
+        kind, cast = _converted(made, dtype, merge=form == "merged", progress=progress)
+        paper = _Paper(made, kind, cast, judge, _digest_of(base) if only else None)
+        described = named.made is not None and _describe(workspace, named.made, paper)
         if not described:
-            _say_lineage(workspace, named, made, kind, cast=cast)
-        opener = "AutoModelForSequenceClassification" if _is_classifier(made) else "AutoModelForCausalLM"
+            _say_lineage(workspace, named, paper)
+        opener = "AutoModelForSequenceClassification" if judge else "AutoModelForCausalLM"
         sync_tree(made)
         _put(made, target)
     files = tuple(sorted(path.relative_to(target).as_posix() for path in target.rglob("*") if path.is_file()))
     size = sum((target / name).stat().st_size for name in files)
+    opener = "PeftModel" if form == "adapter" else opener
     return Exported(target, named.pinned.name, named.digest, kind, cast, files, size, described, opener)
+
+
+def _refuse_form(form: str | None, model: str, *, adapted: bool) -> None:
+    if form is not None and form not in FORMS:
+        raise InputError(f"form must be one of {', '.join(FORMS)}, got {form!r}")
+    if adapted and form is None:
+        raise InputError(
+            f"{model}: has an adapter, which transformers would ignore in a folder with its base; add --adapter for "
+            "the adapter alone, or --merged for one model"
+        )
+    if form is not None and not adapted:
+        raise InputError(f"{model}: has no adapter, so it cannot be exported as {form}; leave --{form} out")
+
+
+def _lift(folder: Path) -> None:
+    """Move the files of an adapter up into the model's folder."""
+    for path in (folder / FOLDER).iterdir():
+        path.rename(folder / path.name)
+    (folder / FOLDER).rmdir()
+
+
+def _converted(folder: Path, dtype: str | None, *, merge: bool, progress: Callable[[str], None]) -> tuple[str, bool]:
+    """Merge an adapter and convert weights, in place; return the types of the weights, and whether they changed."""
+    stored = floating_types(folder)
+    cast = dtype is not None and stored != {dtype}
+    if cast or merge:
+        request = {"folder": str(folder), "dtype": dtype, "merge": merge}
+        for answer in foreground.answers(_CAST, request, timeout=_CAST_SECONDS):
+            progress(f"{answer['file']} in {answer['dtype']}")
+    return dtype or ", ".join(sorted(floating_types(folder))), cast
+
+
+def _digest_of(files: Mapping[str, TreeFile]) -> str:
+    return digest_bytes(listing_bytes(files))
 
 
 def _place(target: Path, workspace: Workspace) -> Path:
@@ -117,19 +167,23 @@ def _refuse_occupied(target: Path) -> None:
         raise InputError(f"{target}: must be a new or empty folder; choose another")
 
 
-def _copied(workspace: Workspace, digest: str, folder: Path, progress: Callable[[str], None]) -> None:
+def _copied(workspace: Workspace, files: Mapping[str, TreeFile], folder: Path, progress: Callable[[str], None]) -> None:
     """Copy the model's files into `folder` and verify their hashes; the copies get the permissions of new files."""
     folder.mkdir()
     mode = folder.stat().st_mode & 0o666
-    for name, file in tree_listing(workspace.blobs, digest).items():
+    for name, file in files.items():
         progress(name)
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         workspace.blobs.fetch(file.digest, folder / name)
         (folder / name).chmod(mode)
 
 
-def _is_classifier(folder: Path) -> bool:
-    return is_classifier(json.loads((folder / CONFIG).read_bytes()))
+def _scores(folder: Path) -> bool:
+    """Return whether the model in a folder, or an adapter in it, scores responses."""
+    adapter, config = folder / FOLDER / ADAPTER, folder / CONFIG
+    if adapter.is_file() and SavedAdapter.from_json(json.loads(adapter.read_bytes()), str(adapter)).scores:
+        return True
+    return config.is_file() and is_classifier(json.loads(config.read_bytes()))
 
 
 def _release_state(workspace: Workspace, made: MadeModel) -> str:
@@ -159,7 +213,22 @@ def _put(made: Path, target: Path) -> None:
 # --- description of the model in the folder ---------------------------------------------------------------------------
 
 
-def _describe(workspace: Workspace, made: MadeModel, folder: Path, dtype: str, *, cast: bool) -> bool:
+@dataclass(frozen=True, slots=True)
+class _Paper:
+    """The folder that is described, and what was written into it."""
+
+    folder: Path
+    dtype: str
+    cast: bool
+    judge: bool  # whether the model scores responses
+    base: str | None  # digest of the base of an adapter
+
+    @property
+    def words(self) -> dict[str, object]:
+        return {"dtype": self.dtype, "cast": self.cast, **({"base": self.base} if self.base else {})}
+
+
+def _describe(workspace: Workspace, made: MadeModel, paper: _Paper) -> bool:
     """Write the model card and `lineage.json`; return False for a model that no run of this workspace made."""
     if made.run_id is None or made.stage is None:
         return False
@@ -174,8 +243,8 @@ def _describe(workspace: Workspace, made: MadeModel, folder: Path, dtype: str, *
     card = ModelCard(
         title=f"{run.name}, {made.word}",
         digest=made.digest,
-        dtype=dtype,
-        cast=cast,
+        dtype=paper.dtype,
+        cast=paper.cast,
         made=f"{run.id}/{made.word}",
         chosen=selected(rows[made.stage].metrics) if made.output == BEST else "",
         release=f"{made.channel}, release {made.release} ({_release_state(workspace, made)}){approved}"
@@ -184,31 +253,30 @@ def _describe(workspace: Workspace, made: MadeModel, folder: Path, dtype: str, *
         manifest=run.manifest_digest,
         base=base.name if base else "",
         state=run.state,
-        judge=_is_classifier(folder),
+        judge=paper.judge,
         seed=manifest.seed,
         stages=tuple(_stage_line(workspace, stage, rows[stage.name]) for stage in chain),
-        scores=tuple(_scores(manifest, made.digest, rows)),
+        scores=tuple(_score_lines(manifest, made.digest, rows)),
         regressions=tuple(line for line in worse if line.startswith(f"stage {made.word} ")),
         gates=report.verdicts if report and report.candidate == made.digest else (),
         lineage=tuple(tree_lines(tree)),
         version=__version__,
     )
-    (folder / _CARD).write_text(render_card(card), encoding="utf-8")
+    (paper.folder / _CARD).write_text(render_card(card), encoding="utf-8")
     said = {
         "model": asdict(made),
-        "dtype": dtype,
-        "cast": cast,
+        **paper.words,
         "lineage": asdict(tree),
         "state": run.state,
         "scores": {f"{s.stage}/{s.metric}": s.value if math.isfinite(s.value) else None for s in card.scores},
         "gates": [verdict.model_dump(mode="json") for verdict in card.gates],
         "regressions": list(card.regressions),
     }
-    _write_lineage(folder, said)
+    _write_lineage(paper.folder, said)
     return True
 
 
-def _say_lineage(workspace: Workspace, model: NamedModel, folder: Path, dtype: str, *, cast: bool) -> None:
+def _say_lineage(workspace: Workspace, model: NamedModel, paper: _Paper) -> None:
     """Write `lineage.json` of an imported model, whose model card was copied with its files."""
     if model.ref.source is not Source.REGISTRY:
         return
@@ -217,7 +285,7 @@ def _say_lineage(workspace: Workspace, model: NamedModel, folder: Path, dtype: s
         return
     tree = _public(asset_lineage(workspace.stores, asset))
     named = {"name": asset.ref, "digest": asset.digest}
-    _write_lineage(folder, {"model": named, "dtype": dtype, "cast": cast, "lineage": asdict(tree)})
+    _write_lineage(paper.folder, {"model": named, **paper.words, "lineage": asdict(tree)})
 
 
 def _write_lineage(folder: Path, said: Mapping[str, object]) -> None:
@@ -243,7 +311,7 @@ def _stage_line(workspace: Workspace, stage: StageManifest, row: StageRecord) ->
     return StageLine(stage.name, stage.kind, inputs, params, row.tokens, seconds)
 
 
-def _scores(manifest: Manifest, digest: str, rows: Mapping[str, StageRecord]) -> Iterator[ScoreLine]:
+def _score_lines(manifest: Manifest, digest: str, rows: Mapping[str, StageRecord]) -> Iterator[ScoreLine]:
     """Yield this run's measurements of the model."""
     for stage in manifest.stages:
         if not stage.measures or rows[stage.name].inputs.get("model", {}).get("digest") != digest:

@@ -51,6 +51,7 @@ from posttrain.preflight.data import check_fit, counter, repeated, seen_in_train
 from posttrain.preflight.locks import read_lock, refuse_lock
 from posttrain.preflight.outlook import look_ahead, refuse_hopeless
 from posttrain.preflight.placements import (
+    check_adapters,
     check_teachers,
     refuse_image,
     refuse_infeasible,
@@ -129,6 +130,7 @@ def resolve_spec(spec: RunSpec, workspace: Workspace, source: Path, *, seed: int
     barred = tuple(_recalled(workspace, planned.manifest, source))
     loads = {name: contract.load for name, contract in planned.contracts.items() if contract.load}
     refuse_oversized(planned.manifest, source)
+    check_adapters(planned.manifest, workspace, source, spec.model)
     refuse_judges_without_scores(planned.manifest, workspace, source, spec.model)
     same = tuple(check_teachers(planned.manifest, workspace, source, spec.model))
     refuse_infeasible(planned.manifest, loads, workspace, source, spec.model)

@@ -70,6 +70,9 @@ def add(
         str, typer.Option(help="Reward: calling convention; auto: detected from its parameters.")
     ] = "auto",
     guideline: Annotated[Path | None, typer.Option(help="Reward: text file that describes what it rewards.")] = None,
+    base: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="Adapter of peft: the registered model that it was trained on.")
+    ] = None,
     external: Annotated[
         str,
         typer.Option(
@@ -85,6 +88,8 @@ def add(
     kind, name = _split(ref)
     if kind != "reward" and (entry or guideline or dialect != "auto"):
         raise InputError(f"asset add {ref}: --entry, --dialect and --guideline are for rewards only, got a {kind}")
+    if kind != "model" and base is not None:
+        raise InputError(f"asset add {ref}: --base is for adapters of models only, got a {kind}; leave it out")
     _refuse_external(ref, kind, path, external, checksum, version)
     path = path or []
     if kind != "dataset" and len(path) > 1:
@@ -98,7 +103,7 @@ def add(
     elif kind == "dataset":
         asset = control.add_dataset(path[0], name, *path[1:], progress=_now_and_then())
     elif kind == "model":
-        asset = control.add_model(path[0], name, progress=_now_and_then())
+        asset = control.add_model(path[0], name, base=base, progress=_now_and_then())
     else:
         asset = control.add_reward(path[0], name, entry=entry, dialect=dialect, guideline=guideline)
     say(f"{asset.ref}  {digest(asset.digest)}  {summary(asset)}")

@@ -270,22 +270,28 @@ def export(
     dtype: Annotated[
         str | None, typer.Option(help="Convert the weights to float32, bfloat16 or float16; default: no conversion.")
     ] = None,
+    adapter: Annotated[bool, typer.Option("--adapter", help="Write the model's adapter alone, for peft.")] = False,
+    merged: Annotated[bool, typer.Option("--merged", help="Add the model's adapter to its base.")] = False,
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Write a model as a Hugging Face folder.
 
     The folder contains the weights, the tokenizer, the generation config, and a model card with the model's lineage.
     """
+    if adapter and merged:
+        raise InputError("export: --adapter and --merged exclude each other, got both; choose one")
+    form = "adapter" if adapter else "merged" if merged else None
     if str(folder) in ("", "."):
         raise InputError(f"export: DIR must be the path of a new folder, got {str(folder)!r}; name a new folder")
     control = open_control()
     with _ended_by_sigterm():
-        done = control.export(model, folder, dtype=dtype, progress=_progress(model, folder))
+        done = control.export(model, folder, dtype=dtype, form=form, progress=_progress(model, folder))
     recall = control.recalled(done.digest).get(done.digest)
     if recall:
         aside(f"warning: the model comes from {recall.kind}:{recall.name}@{recall.version}, {recall.words}")
     answer_json(output, lambda: asdict(done))
-    how = f"converted to {done.dtype}" if done.cast else f"{done.dtype}, byte for byte"
+    how = "merged, " if merged else ""
+    how += f"converted to {done.dtype}" if done.cast else done.dtype if merged else f"{done.dtype}, byte for byte"
     say(f"{done.name} {digest(done.digest)}: {len(done.files)} files, {done.bytes / 2**20:.1f} MiB, {how}")
     say(f"  {done.folder}", *(["  README.md describes its training and evaluation"] if done.card else []))
-    say(f"next:   {done.opened_by}.from_pretrained({str(folder)!r})")
+    say(f"next:   {done.opened_by}.from_pretrained({'base, ' if adapter else ''}{str(folder)!r})")

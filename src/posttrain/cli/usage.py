@@ -149,7 +149,9 @@ HINTS: Mapping[str, str] = {
         "posttrain promote RUN points a channel at a run's model; posttrain export CHANNEL DIR writes the model for an "
         "inference server",
     ),
-    **dict.fromkeys(("lora", "qlora", "peft", "adapter"), "adapters are not supported yet: stages train all weights"),
+    **dict.fromkeys(
+        ("lora", "qlora", "peft", "adapter"), "adapter: {lora: {rank: 16}} in a stage of run.yaml trains an adapter"
+    ),
     **dict.fromkeys(("train", "submit", "start", "launch"), "posttrain run run.yaml starts a run"),
     **dict.fromkeys(
         ("resume", "restart", "continue"),

@@ -43,7 +43,7 @@ from posttrain.execution.ports import Executor
 from posttrain.store.attempts import AttemptFolder
 from posttrain.store.hosts import Ledger
 from posttrain.store.mailbox import EVENTS, ControlKind, Start
-from posttrain.store.trees import stored_sizes
+from posttrain.store.trees import put_extended, stored_sizes
 
 
 def give_up(folders: AttemptFolders, attempt: AttemptRecord, why: str, *, begun: bool = True) -> bool:
@@ -152,7 +152,7 @@ def collect(stores: Stores, jobs: Jobs, manifest: Manifest, order: Collect) -> N
     stage, attempt, result = order.stage, order.attempt, order.result
     with stores.blobs.holding():
         try:
-            outputs = _publish(stores.blobs, jobs.folders, attempt, result)
+            outputs = _publish(stores.blobs, jobs.folders, attempt, result, stage.inputs)
             _refuse_lacking(manifest.stage(stage.name), result, outputs)
         except (InputError, IntegrityError) as error:
             _end(stores, jobs, manifest, stage, attempt, uncollectable(error), {})
@@ -214,21 +214,32 @@ def try_again(stores: Stores, jobs: Jobs, manifest: Manifest, order: TryAgain) -
 
 
 def _publish(
-    blobs: BlobStore, folders: AttemptFolders, attempt: AttemptRecord, result: JobResult
+    blobs: BlobStore,
+    folders: AttemptFolders,
+    attempt: AttemptRecord,
+    result: JobResult,
+    inputs: Mapping[str, Mapping[str, Any]],
 ) -> dict[str, dict[str, str]]:
     """Put a job's outputs into the store. Only the collector publishes.
 
+    Args:
+        inputs: the blobs of the stage's inputs, by slot.
+
     Raises:
-        IntegrityError: an output is missing or outside the attempt's `outputs/`.
+        IntegrityError: an output is missing or outside the attempt's `outputs/`, or is no adapter for its input.
     """
     crashpoint("collect.before_publish")
     if result.status != "succeeded":
         return {}
-    folder = folders.of(attempt)
-    return {
-        name: {"digest": folder.store_output(blobs, name, output), "form": output.form}
-        for name, output in result.outputs.items()
-    }
+    folder, found = folders.of(attempt), {}
+    for name, output in result.outputs.items():
+        digest = folder.store_output(blobs, name, output)
+        if output.over:
+            if output.over not in inputs or output.form != "tree":
+                raise IntegrityError(f"output {name} must extend a model of the stage's inputs, got {output.over!a}")
+            digest = put_extended(blobs, str(inputs[output.over]["digest"]), digest)
+        found[name] = {"digest": digest, "form": output.form}
+    return found
 
 
 def _refuse_lacking(plan: StageManifest, result: JobResult, outputs: Mapping[str, Mapping[str, str]]) -> None:

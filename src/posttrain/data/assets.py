@@ -26,8 +26,10 @@ from posttrain.data.refs import (
     rubrics,
     signature_of,
 )
+from posttrain.domain.adapters import CONFIG as ADAPTER, PREFIX, WEIGHTS, SavedAdapter
 from posttrain.domain.canonical import digest_bytes
 from posttrain.domain.errors import InputError, NotFoundError, nearest
+from posttrain.domain.ports import BlobStore
 from posttrain.domain.rewards import (
     AUTO,
     DIALECTS,
@@ -40,7 +42,7 @@ from posttrain.domain.rewards import (
     refuse_nameless,
     source_name,
 )
-from posttrain.store.trees import beside_model
+from posttrain.store.trees import TreeFile, beside_model
 
 Meta = dict[str, Any]
 REWARD_DIALECTS = (AUTO, *DIALECTS)
@@ -50,6 +52,7 @@ _SIZES = (  # fields of config.json that must be positive whole numbers
     *("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size"),
 )
 _PICKLED = tuple(b"\x80" + bytes([protocol]) for protocol in range(2, 6))  # first bytes of a pickle, by protocol
+_LINEAGE = "lineage.json"  # of an exported adapter
 _MAX_HEADER = 100 * 2**20  # maximum bytes of the JSON header of a safetensors file
 
 # --- rewards ----------------------------------------------------------------------------------------------------------
@@ -310,6 +313,59 @@ def inspect_model(folder: Path, limits: ModelLimits | None = None) -> Meta:
         "tokenizer": any((folder / f).is_file() for f in ("tokenizer.json", "tokenizer_config.json", "vocab.json")),
         "chat_template": templated,
     }
+
+
+def is_adapter(folder: Path) -> bool:
+    """Return whether a folder has an adapter in peft's format, and no whole model."""
+    return (folder / ADAPTER).is_file() and not (folder / "config.json").is_file()
+
+
+def inspect_adapter(folder: Path, base: str, digest: str, shapes: Mapping[str, Sequence[int]]) -> dict[str, Any]:
+    """Return the metadata of an adapter's folder, after checking that it fits its base.
+
+    Args:
+        base: the base's name.
+        digest: of the base.
+        shapes: tensor of the base → its shape.
+
+    Raises:
+        InputError: the adapter is more than plain LoRA, or was trained on another base.
+        NotFoundError: the folder has no weights in safetensors.
+    """
+    _survey(folder, ModelLimits())
+    saved = SavedAdapter.from_json(_json_file(folder / ADAPTER, folder.name), f"{folder.name}/{ADAPTER}")
+    if not (folder / WEIGHTS).is_file():
+        raise NotFoundError(f"adapter {folder.name} has no {WEIGHTS}; save it with peft as safetensors")
+    named = _json_file(folder / _LINEAGE, folder.name).get("base") if (folder / _LINEAGE).is_file() else None
+    if named not in (None, digest):
+        raise InputError(f"adapter {folder.name} was trained on {named}, got {base} ({digest}); name its base")
+    header = _header(folder / WEIGHTS)
+    for name, tensor in header.items():
+        layer, part = name.removeprefix(PREFIX).rpartition(".lora_")[::2]
+        whole = shapes.get(f"{layer}.weight")
+        at = {"A.weight": 1, "B.weight": 0}.get(part)
+        if layer and (whole is None or at is None or whole[at] != tensor["shape"][at]):
+            raise InputError(
+                f"adapter {folder.name} must fit {base}, but {name[:120]} of shape {tensor['shape']} has no such layer "
+                f"there ({list(whole or ()) or 'none'}); name the model that it was trained on"
+            )
+    parameters = sum(math.prod(tensor["shape"]) for tensor in header.values())
+    return {"base": base, "rank": saved.rank, "parameters": parameters, "scores": saved.scores}
+
+
+def shapes_of(blobs: BlobStore, files: Mapping[str, TreeFile]) -> dict[str, list[int]]:
+    """Return the shapes of a stored model's tensors, from the headers of its files."""
+    found: dict[str, list[int]] = {}
+    for name, file in files.items():
+        if name.endswith(".safetensors") and "/" not in name:
+            data = bytearray()
+            for piece in blobs.stream(file.digest):
+                data += piece
+                if len(data) >= 8 and len(data) >= 8 + struct.unpack("<Q", data[:8])[0]:
+                    break
+            header = json.loads(data[8 : 8 + struct.unpack("<Q", data[:8])[0]])
+            found |= {key: tensor["shape"] for key, tensor in header.items() if key != "__metadata__"}
+    return found
 
 
 def _survey(folder: Path, limits: ModelLimits) -> None:

@@ -13,11 +13,14 @@ from typing import Any, Literal, Protocol, cast
 
 from posttrain.data.assets import (
     ModelLimits,
+    inspect_adapter,
     inspect_called,
     inspect_imported,
     inspect_model,
     inspect_recipe,
     inspect_reward,
+    is_adapter,
+    shapes_of,
 )
 from posttrain.data.files import data_files, file_format, together
 from posttrain.data.refs import (
@@ -33,6 +36,7 @@ from posttrain.data.refs import (
     refuse_elsewhere,
 )
 from posttrain.data.rows import each_row, has_answer, prompt_text
+from posttrain.domain.adapters import CONFIG as ADAPTER, FOLDER, WEIGHTS, has_adapter
 from posttrain.domain.canonical import DIGEST_PREFIX, digest_bytes, digest_json, is_digest
 from posttrain.domain.errors import InputError, IntegrityError, NotFoundError, PosttrainError, nearest
 from posttrain.domain.manifest import InputRef, Manifest
@@ -49,6 +53,7 @@ from posttrain.store.trees import (
     is_byproduct,
     materialise,
     not_taken,
+    put_extended,
     put_files,
     put_tree,
     stored_sizes,
@@ -59,6 +64,7 @@ from posttrain.store.trees import (
 _TELL = 10_000  # rows between two progress reports
 Form = Literal["file", "tree"]
 _CALLED_BY = ("entry", "dialect", "source")  # keys in `meta` that say how a reward is called
+_OF_THE_BASE = ("run",)  # metadata that an adapter does not share with its base
 
 
 def inspect_dataset(
@@ -192,25 +198,50 @@ class Catalog:
         folder: Path,
         name: str,
         *,
+        base: str | None = None,
         progress: Callable[[str], None] = lambda _: None,
         origin: dict[str, Any] | None = None,
         parents: tuple[str, ...] = (),
     ) -> Asset:
-        """Register a model folder in Hugging Face format with safetensors weights.
+        """Register a model folder in Hugging Face format with safetensors weights, or an adapter of peft.
 
         Args:
+            base: the registered model of which the folder has an adapter.
             origin: what made the model, for example `{"run": "tiny-sort-1f2e3d4c"}`.
             parents: digests of the artifacts from which the model was made.
             progress: called with the number of stored files and bytes.
 
         Raises:
             NotFoundError: there is no such folder, config.json or weights, or a shard is missing.
-            InputError: the model is not acceptable (see `inspect_model`), or the name is invalid.
+            InputError: the model is not acceptable (see `inspect_model`), or the name is invalid; an adapter without
+                `base`, or `base` for a whole model; an adapter that does not fit its base.
         """
+        if is_adapter(folder) or base is not None:
+            return self._add_adapter(folder, name, base)
         meta = {**inspect_model(folder, self._limits), **(origin or {})}
         if line := not_taken(folder):
             progress(line)
         return self._register("model", name, folder, meta, parents=parents, progress=progress)
+
+    def _add_adapter(self, folder: Path, name: str, base: str | None) -> Asset:
+        if base is None:
+            raise InputError(
+                f"{folder.name} has an adapter and no whole model, so its base must be given; add --base "
+                "model:NAME@VERSION"
+            )
+        if not is_adapter(folder):
+            raise InputError(f"{folder.name} has a whole model, which needs no base, got {base}; leave --base out")
+        refuse_name("model", name)
+        below = self.find(base, "model")
+        listing = tree_listing(self._blobs, below.digest)
+        if has_adapter(listing):
+            raise InputError(f"base must be a whole model, got {below.ref}, which has an adapter; merge it first")
+        found = inspect_adapter(folder, below.ref, below.digest, shapes_of(self._blobs, listing))
+        meta = {**{key: value for key, value in below.meta.items() if key not in _OF_THE_BASE}, **found}
+        with self._blobs.holding():
+            own = put_files(self._blobs, {f"{FOLDER}/{file}": folder / file for file in (ADAPTER, WEIGHTS)})
+            digest = put_extended(self._blobs, below.digest, own)
+            return self.add_together(self.version("model", name, digest, "tree", meta, (below.digest,)))[0]
 
     def _register(
         self,

@@ -538,6 +538,7 @@ class Output:
 
     path: str
     form: str  # file | tree
+    over: str = ""  # input of the stage, a model, whose files the output extends by those of an adapter
 
 
 @dataclass(frozen=True, slots=True)
@@ -613,9 +614,9 @@ class JobResult:
         return cls(**{**value, **known})
 
 
-def _output(path: str, form: str) -> Output:
+def _output(path: str, form: str, over: str = "") -> Output:
     if form not in ("file", "tree"):
         raise ValueError(f"an output must be a file or a tree, got {repr(form)[:60]}")
     if not path or path != text(path, _PATH):
         raise ValueError(f"an output's path must be text of at most {_PATH} characters, got {repr(path)[:60]}")
-    return Output(path, form)
+    return Output(path, form, text(over))

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Final, Literal
 
+from posttrain.domain.adapters import AdapterSize
 from posttrain.domain.canonical import digest_json
 from posttrain.domain.errors import InputError
 from posttrain.domain.placement import LEAST_STALL, Placement, Pool
@@ -149,6 +150,7 @@ class Load:
     lag: int = 0  # steps by which sampling may be ahead of training
     correction: str = ""  # correction for samples of another policy or engine: the policy computes each response again
     streams: bool = False  # gradients are summed while other groups of the step are sampled
+    adapter: AdapterSize | None = None  # trained instead of the whole models
 
     def role(self, name: str) -> RoleSpec | None:
         """Return the role of this name; None: the stage has no such role."""

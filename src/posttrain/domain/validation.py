@@ -56,6 +56,12 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("rollout_is_threshold", "tis_cap", "importance_sampling_cap"), ("cap", "lag")),
     **dict.fromkeys(("loss_type", "loss_agg_mode"), ("aggregation",)),
     **dict.fromkeys(("adv_estimator", "advantage_estimator", "scale_rewards"), ("advantage",)),
+    **dict.fromkeys(("peft", "peft_config", "lora_config", "use_peft"), ("adapter",)),
+    **dict.fromkeys(("r", "lora_r", "lora_rank"), ("rank", "lora", "adapter")),
+    **dict.fromkeys(("lora_alpha",), ("alpha", "lora", "adapter")),
+    **dict.fromkeys(("lora_dropout",), ("dropout", "lora", "adapter")),
+    **dict.fromkeys(("target_modules", "lora_target_modules", "modules"), ("targets", "lora", "adapter")),
+    **dict.fromkeys(("use_rslora",), ("rslora", "lora", "adapter")),
     **dict.fromkeys(("lambd", "lambda", "gae_lambda", "lam"), ("lam", "critic_lam")),
     **dict.fromkeys(
         ("reward_funcs", "reward_func", "reward_fn", "reward_function", "reward_weights"), ("reward", "rewards")
@@ -98,10 +104,7 @@ _WHOLE = "only suites with samples have it; training samples the full distributi
 # names of run.yaml or of other trainers that are unknown at the place → the reason
 NOT_HERE: Mapping[str, str] = {
     **dict.fromkeys(("top_p", "top_k", "min_p"), _WHOLE),
-    **dict.fromkeys(
-        ("lora", "qlora", "peft", "peft_config", "lora_config", "lora_r", "lora_rank", "adapter", "load_in_4bit"),
-        "adapters and quantised weights are not supported yet: a stage trains all weights",
-    ),
+    **dict.fromkeys(("qlora", "load_in_4bit", "load_in_8bit"), "quantised weights are not supported yet"),
     **dict.fromkeys(
         ("use_vllm", "vllm", "vllm_mode", "sglang"),
         "vLLM and SGLang are not supported yet: a stage samples with Posttrain's own engine",

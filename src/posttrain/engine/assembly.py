@@ -26,13 +26,15 @@ def open_learner(config: RowsConfig, model: Source, seed: int, pool_of: PoolOf) 
     learner = _learner(config, role, model, seed, pool_of, dropout=config.dropout)
     tokens = micro_batch_tokens(config.runtime, pool_of(role.name).processes[0].device)
     shard = config.runtime.shard_frozen is True
+    recalled = {one.name: learner for one in others if config.recalls(one)}
     frozen = {
         one.name: pool_of(one.name)
         .by_rank()
         .start(one.name, FrozenWorker, model, micro_batch_tokens=tokens, shard=shard)
         for one in others
+        if one.name not in recalled
     }
-    return Roles({role.name: learner}, frozen, sleeps=_sleeps(config, pool_of))
+    return Roles({role.name: learner}, frozen, recalled=recalled, sleeps=_sleeps(config, pool_of))
 
 
 def open_roles(
@@ -74,12 +76,14 @@ def open_roles(
     )
     tokens = micro_batch_tokens(config.runtime, pool_of("policy").processes[0].device)
     frozen: dict[str, WorkerGroup[FrozenWorker]] = {}
+    recalled = {role.name: learners["policy"] for role in others if config.recalls(role)}
     for role in others:
         if role.trained:
             learners[role.name] = _learner(config, role, opened[role.name], seed, pool_of)
-        elif role != ROLLOUT:
+        elif role != ROLLOUT and role.name not in recalled:
             frozen[role.name] = _frozen(config, role, opened[role.name], learners["policy"], pool_of, tokens)
-    return Roles(learners, frozen, rollout, sleeps=_sleeps(config, pool_of), micro_batch_tokens=tokens)
+    sleeps = _sleeps(config, pool_of)
+    return Roles(learners, frozen, rollout, sleeps=sleeps, micro_batch_tokens=tokens, recalled=recalled)
 
 
 def _learner(

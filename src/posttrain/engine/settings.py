@@ -6,14 +6,18 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import (
     AfterValidator,
     BeforeValidator,
+    Discriminator,
     Field,
     SerializerFunctionWrapHandler,
+    Tag,
     model_serializer,
     model_validator,
 )
 
+from posttrain.domain.adapters import AUTO, HEAD, MOST_RANK, AdapterSize, SavedAdapter
 from posttrain.domain.placement import LONGEST, Amount, ParsedAmount, StallAfter, parse_duration
 from posttrain.domain.rendering import stop_fault
+from posttrain.domain.runspec import Name
 from posttrain.domain.validation import Frozen
 
 # Every number has a maximum: otherwise a typo would be found late, when a job runs out of memory
@@ -57,6 +61,48 @@ def _sayable(stop: tuple[str, ...]) -> tuple[str, ...]:
 
 Stop = Annotated[tuple[str, ...], AfterValidator(_sayable)]  # a response ends where its text contains one string
 Extract = Annotated[str, AfterValidator(_readable)]  # a regular expression; group 1 of the last match is the answer
+
+
+# several rewards of one stage with their weights, as in run.yaml: `reward: {right: 1.0, brief: 0.2}`
+MOST_WEIGHT = 1e6
+MOST_REWARDS = 16  # maximum number of rewards of one stage
+_ALONE, _WEIGHTED = "function-alone", "function-weighted"  # tags of pydantic that do not appear in errors
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, bool):  # pydantic would read it as 1 or 0
+        raise ValueError(f"must be a number, got {str(value).lower()}; write the number")
+    return value
+
+
+def _weighing(weights: dict[str, float]) -> dict[str, float]:
+    if not any(weights.values()):
+        got = f"only {', '.join(weights)}: 0" if weights else "an empty map"
+        raise ValueError(f"at least one reward must have a weight other than 0, got {got}; change a weight")
+    return weights
+
+
+# name → weight; the score is the sum of weight times reward
+Weights = Annotated[
+    dict[Name, Annotated[float, BeforeValidator(_number), Field(ge=-MOST_WEIGHT, le=MOST_WEIGHT)]],
+    Field(max_length=MOST_REWARDS),
+    AfterValidator(_weighing),
+]
+_Either = Annotated[
+    Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.:/@+-]*$"), Tag(_ALONE)]
+    | Annotated[Weights, Tag(_WEIGHTED)],
+    Discriminator(lambda value: _WEIGHTED if isinstance(value, dict) else _ALONE),
+]
+
+
+def _name_or_map(value: Any) -> Any:
+    if not isinstance(value, str | dict):
+        given = "a list" if isinstance(value, list) else f"{value!r:.60}"
+        raise ValueError(f"must be a name, or names with weights such as {{right: 1.0, brief: 0.2}}, got {given}")
+    return value
+
+
+Reward = Annotated[_Either, BeforeValidator(_name_or_map)]  # one name, or names with weights
 
 
 class OptimizerConfig(Frozen):
@@ -145,6 +191,48 @@ class TrainConfig(Frozen):
     """The engine that trains; stages leave the default out, see `RolloutConfig`."""
 
     engine: Word = "torch"  # torch: Posttrain's own engine; another name: an engine of an installed package
+
+
+def _distinct(targets: tuple[str, ...]) -> tuple[str, ...]:
+    if not targets or len(set(targets)) != len(targets):
+        raise ValueError(f"must be auto, or names of linear layers without repetition, got {list(targets)}")
+    if HEAD in targets:
+        raise ValueError(f"must not contain {HEAD}: this head trains in full beside the adapter; remove it")
+    return tuple(sorted(targets))
+
+
+TargetName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_.]*$")]
+Targets = Annotated[tuple[TargetName, ...], AfterValidator(_distinct)]
+
+
+class LoraConfig(Frozen):
+    """Low-rank updates of linear layers: W x + s · B A x, with W frozen. The names are peft's without `lora_`.
+
+    Source: Hu et al., arXiv 2106.09685; s = alpha / rank, or alpha / sqrt(rank) with `rslora` (Kalajdzievski, arXiv
+    2312.03732).
+    """
+
+    rank: Annotated[int, Field(ge=1, le=MOST_RANK)] = 16  # of every update
+    alpha: float = Field(default=32.0, gt=0, le=1e6)  # the update is multiplied by alpha / rank
+    dropout: float = Field(default=0.0, ge=0, lt=1)  # of the input of A; only where a stage trains with dropout
+    # names of linear layers, such as q_proj; auto: all linear layers of the decoder layers, without the output head
+    targets: Literal["auto"] | Targets = "auto"
+    rslora: bool = False  # multiply by alpha / sqrt(rank) instead
+
+    def described(self) -> SavedAdapter:
+        """Return the description of this adapter as a model has it."""
+        return SavedAdapter(self.rank, self.alpha, self.targets, self.rslora)
+
+
+class AdapterConfig(Frozen):
+    """The adapter that a stage trains instead of the whole model."""
+
+    lora: LoraConfig = LoraConfig()  # low-rank updates of linear layers
+
+    def size(self) -> AdapterSize:
+        """Return the size of the adapter, for the planner."""
+        targets = self.lora.targets
+        return AdapterSize(self.lora.rank, () if targets == AUTO else tuple(targets))
 
 
 class LossProbeConfig(Frozen):

@@ -225,6 +225,9 @@ def _of_python(text: str, source: str) -> Settings:
         if called.endswith(("Config", "Arguments", "Trainer")) and called not in _PARTS:
             words.append(called)
             script.read([*script.placed(call, called), *_keywords(call)])
+        elif called == "LoraConfig":
+            script.values["use_peft"] = True
+            script.read(_keywords(call), "peft_config.")
         elif called == "from_pretrained" and "Model" in ast.unparse(call.func):
             script.read(_keywords(call), "model_init_kwargs.")
         elif called == "add_callback":
@@ -235,7 +238,8 @@ def _of_python(text: str, source: str) -> Settings:
                 "write its result to JSON lines and register that file"
             )
     script.read_rows()
-    unknown = {k: v for k, v in script.unknown.items() if k not in script.values}
+    parts = {name.partition(".")[0] for name in script.values}
+    unknown = {k: v for k, v in script.unknown.items() if k not in script.values and k not in parts}
     return Settings(source, script.values, script.notes, unknown, tuple(words), _starts(module))
 
 

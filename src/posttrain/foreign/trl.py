@@ -40,9 +40,10 @@ _CORRECTED = (
 )
 _NEVER_CUT = "`plan` refuses a longer row; rows are never truncated"
 _WHY = {  # reason → settings that change the result or the output for people
-    "adapters are not supported yet: all weights are trained, which needs more memory and other learning rates": (
-        "use_peft lora_r lora_alpha lora_dropout lora_target_modules lora_target_parameters lora_modules_to_save "
-        "lora_task_type use_rslora use_dora peft_config"
+    "an adapter is plain LoRA on linear layers": (
+        "lora_target_parameters lora_modules_to_save use_dora peft_config peft_config.modules_to_save peft_config.bias "
+        "peft_config.use_dora peft_config.target_parameters peft_config.rank_pattern peft_config.alpha_pattern "
+        "peft_config.layers_to_transform peft_config.init_lora_weights peft_config.exclude_modules"
     ),
     "weights are trained without quantisation": (
         "load_in_8bit load_in_4bit quantization_config bnb_4bit_quant_type use_bnb_nested_quant bnb_4bit_quant_storage"
@@ -231,6 +232,8 @@ def from_trl(settings: Settings, rows: int | None = None) -> Draft:
             draft.fill_in.append(f"max_length {stage['max_length']}: {_NEVER_CUT}; drop or split such rows")
         _losses_of_rows(settings, draft, stage, kind)
     steps = _length(settings, draft, stage, rows)
+    if settings.flag("use_peft") or any(name.startswith("peft_config.") for name in settings.values):
+        stage["adapter"] = {"lora": _lora(settings, draft, kind)}
     stage["optimizer"] = _optimizer(settings, draft, kind, steps, int(stage.get("mini_batches", 1)))
     runtime = _runtime(settings, draft, int(stage.get("mini_batches", 1)))
     draft.run["stages"] = {kind: {**stage, **({"runtime": runtime} if runtime else {})}}
@@ -419,6 +422,37 @@ def _optimizer(settings: Settings, draft: Draft, kind: str, steps: int | None, p
         "final_ratio": final,
         "max_grad_norm": settings.number("max_grad_norm", default=1.0) or 1e12,  # in TRL, 0 means no clipping
     }
+
+
+def _lora(settings: Settings, draft: Draft, kind: str) -> dict[str, Any]:
+    """Return the adapter: from the arguments of TRL's ModelConfig, or of peft's LoraConfig, whose defaults differ."""
+    own = any(name.startswith("peft_config") for name in settings.values)
+    rank, alpha, dropout = (8, 8, 0.0) if own else (16, 32, 0.05)
+    targets = settings.take("peft_config.target_modules", "lora_target_modules")
+    names = [targets] if isinstance(targets, str) else targets
+    if names is None:
+        names = ["q_proj", "v_proj"]
+        draft.fill_in.append(
+            "adapter.lora.targets: [q_proj, v_proj] is peft's default for Llama, Qwen, Mistral and Gemma; name the "
+            "layers of another model"
+        )
+    found = {
+        "rank": settings.count("peft_config.r", "lora_r", default=rank),
+        "alpha": settings.number("peft_config.lora_alpha", "lora_alpha", default=alpha),
+        "dropout": settings.number("peft_config.lora_dropout", "lora_dropout", default=dropout),
+        "targets": "auto" if list(names) == ["all-linear"] else sorted(names),
+        "rslora": settings.flag("peft_config.use_rslora", "use_rslora"),
+    }
+    settings.take("peft_config.task_type", "lora_task_type", "use_peft")  # the kind of the stage decides the task
+    if found["dropout"] and kind not in ("sft", "reward"):
+        draft.changed.append(
+            f"lora_dropout: {found['dropout']:g}: is 0 in {kind}, which trains without dropout: the ratio of a policy "
+            "to itself must be 1"
+        )
+        found["dropout"] = 0.0
+    draft.carry("r", found["rank"], "adapter.lora.rank", found["rank"])
+    draft.carry("target_modules", targets or "default", "adapter.lora.targets", found["targets"])
+    return found
 
 
 def _runtime(settings: Settings, draft: Draft, parts: int) -> dict[str, Any]:

@@ -17,9 +17,6 @@ _ESTIMATORS = {"grpo": "grpo", "rloo": "rloo", "gae": "", "rloo_vectorized": "rl
 _AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 _ESTIMATES = {"low_var_kl": "k3", "k3": "k3", "mse": "k2", "k2": "k2", "kl": "k1", "k1": "k1"}
 _CHANGES = {
-    **dict.fromkeys(
-        ("lora_rank", "lora_alpha", "target_modules"), "adapters are not supported yet: all weights are trained"
-    ),
     **dict.fromkeys((f"{_ROLLOUT}.top_p", f"{_ROLLOUT}.top_k"), "training samples from the whole distribution"),
     "stop_token_ids": NOT_HERE["stop_token_ids"],
     "entropy_coeff": "there is no entropy bonus",
@@ -104,6 +101,17 @@ def from_verl(settings: Settings, rows: int | None = None) -> Draft:
     else:
         _critic(settings, stage)
     _kl(settings, draft, stage, kind)
+    if rank := settings.count(f"{_MODEL}.lora_rank", default=0):
+        targets = settings.take(f"{_MODEL}.target_modules", default="all-linear")
+        names = [targets] if isinstance(targets, str) else targets
+        stage["adapter"] = {
+            "lora": {
+                "rank": rank,
+                "alpha": settings.number(f"{_MODEL}.lora_alpha", default=16),
+                "targets": "auto" if list(names) == ["all-linear"] else sorted(names),
+            }
+        }
+        draft.carry(f"{_MODEL}.lora_rank", rank, "adapter.lora.rank", rank)
     steps = _length(settings, draft, stage, rows)
     stage["optimizer"] = _optimizer(settings, draft, f"{_ACTOR}.", 1e-6, steps)
     if kind == "ppo":

@@ -14,11 +14,13 @@ gathered              none                                                      
 frozen role           b N                                                       b N, or if sharded b N / G and gathered
 ====================  ========================================================  =======================================
 
-Training takes 16 N in float32 and 20 N in mixed precision with float32 accumulation: the 16 N of ZeRO (Rajbhandari et
-al. 2020, section 3.1: 2 + 2 + 12) and 4 N for gradients in float32. Every rank opens a whole model before sharding, in
-its compute dtype, and shards it layer by layer, which takes b N in the phase `start`, one role after the other, next to
-the weights of the roles that were opened before. `Load.shard_frozen` decides whether frozen roles are sharded
-(`planner.sizes` chooses it); a layer is gathered while it computes.
+With an adapter of M parameters, masters, optimizer and gradients are those of M instead of N, the base keeps b bytes,
+and the policy computes its own reference. Training takes 16 N in float32 and 20 N in mixed precision with float32
+accumulation: the 16 N of ZeRO (Rajbhandari et al. 2020, section 3.1: 2 + 2 + 12) and 4 N for gradients in float32.
+Every rank opens a whole model before sharding, in its compute dtype, and shards it layer by layer, which takes b N in
+the phase `start`, one role after the other, next to the weights of the roles that were opened before.
+`Load.shard_frozen` decides whether frozen roles are sharded (`planner.sizes` chooses it); a layer is gathered while it
+computes.
 
 For a mixture of experts, N counts all experts, and a gathered layer contains all its experts, but activations are those
 of the experts that a token uses. A rollout that shares a pool of one rank with the policy reads the
@@ -272,15 +274,22 @@ class _Pool:
                     before.append(Held("start", self.pool.name, role, part, size, estimated=False))
         yield from worst
 
+    def _learned(self, shape: Shape) -> int:
+        """Return the number of parameters that the optimiser updates."""
+        adapter = self._load.adapter
+        return adapter.parameters(shape.linear_layers, shape.layers) if adapter else shape.parameters
+
     def _persistent(self, role: str, shape: Shape, active: Collection[str]) -> Iterator[tuple[str, int, bool]]:
         size, width, ranks = shape.parameters, self._width, self._ranks
         if role == "rollout":
             if not self._lent:
                 yield "copy", width * size, False
         elif role in self._load.trained:
-            yield "weights", (width * size if ranks == 1 else 4 * math.ceil(size / ranks)), False
-            yield "masters", (4 * size if ranks == 1 and width == 2 else 0), False
-            yield "optimizer", 8 * math.ceil(size / ranks), False
+            own = self._learned(shape)
+            frozen = width * math.ceil(size / ranks) if self._load.adapter else 0
+            yield "weights", frozen + (width * own if ranks == 1 else 4 * math.ceil(own / ranks)), False
+            yield "masters", (4 * own if ranks == 1 and width == 2 else 0), False
+            yield "optimizer", 8 * math.ceil(own / ranks), False
         elif self._shards:
             yield "weights", width * math.ceil(size / ranks), False
         elif role in active or not self._sleeps:
@@ -299,15 +308,16 @@ class _Pool:
             yield "prefill", read * (shape.kv_values + _read_values(shape)) * width, True
             yield "logits", 2 * 4 * rows * shape.vocabulary, True
         elif role == "rollout" and phase == "weights":
-            yield "bucket", min(width * shape.parameters, BUCKET_BYTES), False
+            yield "bucket", min(width * self._learned(shape), BUCKET_BYTES), False
         elif role in self._load.trained and phase != "rollout":
             if self._ranks > 1:
                 yield "gathered", width * min(shape.parameters, shape.unit_parameters), False
             if phase == "weights":
-                yield "bucket", min(width * shape.parameters, BUCKET_BYTES), False  # sent to the rollout
+                yield "bucket", min(width * self._learned(shape), BUCKET_BYTES), False  # sent to the rollout
             if phase.startswith("update"):
-                own = 4 * math.ceil(shape.parameters / self._ranks)
-                last = 2 * shape.parameters if self._ranks == 1 and width == 2 else 0
+                learned = self._learned(shape)
+                own = 4 * math.ceil(learned / self._ranks)
+                last = 2 * learned if self._ranks == 1 and width == 2 else 0
                 yield "gradients", own + last, False
                 yield from self._forward(shape, backward=True, head=self._speaks(role))
             elif phase != "weights":
@@ -367,7 +377,8 @@ class _Pool:
         if backward:
             yield "backward", self._tokens * layer * self._width, True
         if head:
-            yield "logits", _logits(self._tokens, shape, backward=backward, half=self._width < 4), True
+            trained = backward and self._load.adapter is None  # the gradient of the head exists only if it learns
+            yield "logits", _logits(self._tokens, shape, backward=trained, half=self._width < 4), True
 
 
 def _read_values(shape: Shape) -> int:

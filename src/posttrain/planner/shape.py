@@ -80,6 +80,18 @@ class Shape:
         return self.mlp or 3 * self.hidden * self.intermediate
 
     @property
+    def linear_layers(self) -> dict[str, tuple[int, int]]:
+        """The linear layers of a decoder layer, by their names in the Llama style: outputs and inputs.
+
+        Experts are not among them, because transformers stores the weights of all experts as one tensor.
+        """
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        attention = {"q_proj": (queries, self.hidden), "o_proj": (self.hidden, queries)}
+        attention |= dict.fromkeys(("k_proj", "v_proj"), (keys, self.hidden))
+        mlp = dict.fromkeys(("gate_proj", "up_proj"), (self.intermediate, self.hidden))
+        return attention if self.chosen else {**attention, **mlp, "down_proj": (self.hidden, self.intermediate)}
+
+    @property
     def active(self) -> int:
         """Number of parameters that compute a token."""
         return self.parameters - self.idle

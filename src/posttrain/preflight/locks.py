@@ -22,6 +22,7 @@ from posttrain.preflight.confinement import refuse_missing_secrets
 from posttrain.preflight.data import located
 from posttrain.preflight.outlook import look_ahead, refuse_hopeless
 from posttrain.preflight.placements import (
+    check_adapters,
     check_teachers,
     refuse_image,
     refuse_infeasible,
@@ -153,6 +154,7 @@ def _check_lock(manifest: Manifest, path: Path, workspace: OpenWorkspace) -> dic
                 "register it with posttrain asset add"
             )
     refuse_oversized(manifest, path)
+    check_adapters(manifest, workspace, path)
     loads = {name: contract.load for name, contract in contracts.items() if contract.load}
     refuse_judges_without_scores(manifest, workspace, path)
     tuple(check_teachers(manifest, workspace, path))  # the warnings were reported at locking

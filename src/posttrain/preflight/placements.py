@@ -1,8 +1,8 @@
-"""Checks of placements, images, teachers and judges before a run.
+"""Checks of placements, images, adapters, teachers and judges before a run.
 
 Each check answers a question: Is the placement of every stage possible, and which models will be resident where? Is the
-run's image allowed, and can jobs run in it? Does a teacher have the same tokens as its student? Does the model that
-judges responses return scores?
+run's image allowed, and can jobs run in it? Does an adapter fit the model that it is trained on? Does a teacher have
+the same tokens as its student? Does the model that judges responses return scores?
 """
 
 import importlib.util
@@ -15,6 +15,13 @@ from urllib.parse import urlsplit
 
 from posttrain.control.plan import Planned
 from posttrain.data.refs import is_confined
+from posttrain.domain.adapters import (
+    CONFIG as ADAPTER,
+    FOLDER,
+    SavedAdapter,
+    base_files,
+    refuse_whole_training,
+)
 from posttrain.domain.errors import InputError
 from posttrain.domain.flavours import Flavour
 from posttrain.domain.jobspec import allows
@@ -23,6 +30,7 @@ from posttrain.domain.manifest import InputRef, Manifest, StageManifest
 from posttrain.domain.rendering import CONFIG, is_classifier
 from posttrain.domain.roles import DECLARED, ROLLOUT, RoleSpec
 from posttrain.domain.runspec import RunSpec
+from posttrain.engine.settings import AdapterConfig, LoraConfig
 from posttrain.execution.executors.local.executor import LocalExecutor
 from posttrain.execution.machine import Gpu, Machine, room_of, this_machine
 from posttrain.execution.trainers.native import gpu_visible
@@ -232,7 +240,77 @@ def stored_config(
     with bytes_of(ref):
         files = model_files(workspace, ref, word, source.parent)
         config = _map(files.read(CONFIG))
-    return config, sum(size for name, size in files.sizes.items() if name.endswith(".safetensors"))
+    return config, sum(size for name, size in base_files(files.sizes).items() if name.endswith(".safetensors"))
+
+
+def _stored_adapter(ref: InputRef, workspace: OpenWorkspace, source: Path, model: str | None) -> SavedAdapter | None:
+    """Return the adapter of a registered model; None: it has none, or its files are not available.
+
+    Raises:
+        InputError: the model has more than a plain LoRA adapter.
+    """
+    word, name = word_of(ref, model), f"{FOLDER}/{ADAPTER}"
+    if ref.digest is None or (word is None and not workspace.blobs.has(ref.digest)):
+        return None
+    with bytes_of(ref):
+        data = model_files(workspace, ref, word, source.parent).read(name)
+    return None if data is None else SavedAdapter.from_json(_map(data), f"{ref.name}: {name}")
+
+
+def check_adapters(manifest: Manifest, workspace: OpenWorkspace, source: Path, model: str | None = None) -> None:
+    """Reject a stage whose adapter does not fit the model that it trains.
+
+    The stage's job checks what the plan cannot check: a channel's model, and layers whose names only the weights have.
+
+    Args:
+        source: the run file or lock, for errors.
+        model: the base model's ref in the run file; None: the model is in the store.
+
+    Raises:
+        InputError: a whole model would be trained, but it has an adapter; the stage declares another adapter than the
+            one that it continues; no layer has a targeted name; the rank is above a layer's size.
+    """
+    for stage in manifest.stages:
+        if stage.kind not in OWN or kind_of(stage.kind).algorithm is None or "model" not in stage.inputs:
+            continue
+        given, place = stage.params.get("adapter"), f"{source}: stages.{stage.name}"
+        asked, ref = AdapterConfig.model_validate(given) if given else None, stage.inputs["model"]
+        before = _made_adapter(manifest, ref) or _registered_adapter(manifest, stage, workspace, source, model)
+        try:
+            if before is not None:
+                before.refuse_other(asked.lora.described(), ref.word) if asked else refuse_whole_training(ref.word)
+            elif asked is not None:
+                _refuse_unfit(asked.lora, _shape(manifest, stage, "model", workspace, source, model))
+        except InputError as error:
+            raise InputError(f"{place}: {error}") from error
+
+
+def _made_adapter(manifest: Manifest, ref: InputRef) -> SavedAdapter | None:
+    """Return the adapter of a model that a stage of the run makes; None: the model has none, or no stage makes it."""
+    given = manifest.stage(ref.name).params.get("adapter") if ref.source == "stage" else None
+    if given is None:
+        return None
+    return AdapterConfig.model_validate(given).lora.described()
+
+
+def _registered_adapter(
+    manifest: Manifest, stage: StageManifest, workspace: OpenWorkspace, source: Path, model: str | None
+) -> SavedAdapter | None:
+    began = stage.inputs["model"]
+    return None if began.source == "stage" else _stored_adapter(began, workspace, source, model)
+
+
+def _refuse_unfit(lora: LoraConfig, shape: Shape | None) -> None:
+    if shape is None:
+        return
+    layers = shape.linear_layers
+    for name in layers if lora.targets == "auto" else lora.targets:
+        most = min(layers.get(name, (lora.rank,)))
+        if lora.rank > most:
+            raise InputError(
+                f"adapter.lora.rank must be at most {most}, the size of {name}, got {lora.rank}; lower it, or name "
+                f"targets without {name}"
+            )
 
 
 def fallback_warnings(
@@ -355,7 +433,8 @@ def scores(
         made = manifest.stage(ref.name).kind
         return kind_of(made).scores if made in OWN else None
     config, _ = stored_config(ref, workspace, source, model)
-    return is_classifier(config) if config else None
+    adapter = _stored_adapter(ref, workspace, source, model)
+    return (adapter is not None and adapter.scores) or is_classifier(config) if config else None
 
 
 def check_teachers(

@@ -33,6 +33,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from posttrain.domain.adapters import extended
 from posttrain.domain.canonical import DIGEST_PREFIX, canonical_json, digest_bytes, digest_chunks, is_digest
 from posttrain.domain.errors import InputError, IntegrityError, NotFoundError
 from posttrain.domain.ports import BlobStore
@@ -244,9 +245,28 @@ def put_listing(blobs: BlobStore, files: Mapping[str, TreeFile]) -> str:
     Raises:
         IntegrityError: a name would leave the folder.
     """
-    data = canonical_json({"format": FORMAT, "files": {name: asdict(file) for name, file in sorted(files.items())}})
+    data = listing_bytes(files)
     _check_paths(digest_bytes(data), files)
     return blobs.put(data)
+
+
+def listing_bytes(files: Mapping[str, TreeFile]) -> bytes:
+    """Return the listing of a tree; its digest is the tree's."""
+    return canonical_json({"format": FORMAT, "files": {name: asdict(file) for name, file in sorted(files.items())}})
+
+
+def put_extended(blobs: BlobStore, base: str, adapter: str) -> str:
+    """Store the listing of a model with an adapter, whose files are stored; return the tree's digest.
+
+    Args:
+        base: the digest of the model's tree; an adapter that it has is replaced.
+        adapter: the digest of a tree with the adapter's files.
+
+    Raises:
+        NotFoundError: a listing is missing.
+        IntegrityError: `adapter` has other files than those of an adapter.
+    """
+    return put_listing(blobs, extended(tree_listing(blobs, base), tree_listing(blobs, adapter)))
 
 
 def tree_listing(blobs: BlobStore, digest: str) -> dict[str, TreeFile]:

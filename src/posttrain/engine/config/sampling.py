@@ -16,7 +16,6 @@ from posttrain.domain.placement import ROLE_NAME
 from posttrain.domain.rewards import reward_slots
 from posttrain.domain.roles import DECLARED, POLICY, REWARD, ROLLOUT, TEACHER, RoleSpec, Work
 from posttrain.domain.validation import Frozen
-from posttrain.domain.weights import Reward
 from posttrain.engine.config.training import Reads, TrainingConfig, written
 from posttrain.engine.settings import (
     MOST_ROWS,
@@ -24,6 +23,7 @@ from posttrain.engine.settings import (
     OptimizerConfig,
     PolicyGradientOptimizerConfig,
     ProbeConfig,
+    Reward,
     RolloutConfig,
     Rows,
     Seconds,

@@ -29,7 +29,6 @@ from posttrain.domain.placement import Placement
 from posttrain.domain.rewards import JUDGES, reward_slots
 from posttrain.domain.roles import ROLLOUT
 from posttrain.domain.validation import Frozen
-from posttrain.domain.weights import Reward
 from posttrain.engine.config.sampling import DECODED_TOGETHER, SamplingConfig
 from posttrain.engine.config.training import RowsConfig, StageConfig, TrainingConfig, written
 from posttrain.engine.settings import (
@@ -39,6 +38,7 @@ from posttrain.engine.settings import (
     Few,
     InferenceRuntimeConfig,
     Positive,
+    Reward,
     RolloutConfig,
     Seconds,
     Stop,

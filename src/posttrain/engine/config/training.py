@@ -9,13 +9,14 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
-from posttrain.domain.engines import TRAIN_ENGINE
+from posttrain.domain.engines import OWN_ENGINES, TRAIN_ENGINE
 from posttrain.domain.kinds import DocumentUnit, ItemRange, Length, Load, RowNeeds
 from posttrain.domain.placement import Placement
 from posttrain.domain.roles import POLICY, REFERENCE, RoleSpec, with_models
 from posttrain.domain.validation import Frozen
 from posttrain.engine.settings import (
     MOST_ROWS,
+    AdapterConfig,
     EarlyStoppingConfig,
     LossProbeConfig,
     OptimizerConfig,
@@ -88,6 +89,7 @@ class TrainingConfig(StageConfig):
     unit: ClassVar[DocumentUnit] = "row"  # what counts as one document of `data`
     selects_by: ClassVar[str] = "probe/accuracy"  # the probe's metric that selects the best model
     lower_is_better: ClassVar[bool] = False
+    dropout: ClassVar[bool] = False  # train with the dropout of the model's configuration, and of an adapter
 
     steps: Positive = 0  # optimiser steps, or rollout batches; 0: unknown until a plan combines `epochs` with the rows
     epochs: Passes | None = None  # passes over the data
@@ -101,6 +103,8 @@ class TrainingConfig(StageConfig):
     placement: Placement = Placement()
     # the engine of every role that learns
     train: TrainConfig = Field(default=TrainConfig(), exclude_if=TrainConfig().__eq__)
+    # trains low-rank updates beside the frozen model instead of the whole model
+    adapter: AdapterConfig | None = Field(default=None, exclude_if=lambda adapter: adapter is None)
 
     @model_validator(mode="after")
     def _has_a_length_and_its_probe(self) -> Self:
@@ -111,6 +115,27 @@ class TrainingConfig(StageConfig):
         if asked and self.probe is None:
             raise ValueError(f"{asked[0]} needs a probe, got none; add probe: {{data: NAME}}")
         return self
+
+    @model_validator(mode="after")
+    def _adapter_is_possible(self) -> Self:
+        if self.adapter is None:
+            return self
+        dropout, engine = self.adapter.lora.dropout, self.train.engine
+        if dropout and not self.dropout:
+            raise ValueError(
+                f"adapter.lora.dropout must be 0 in this kind, which trains without dropout, got {dropout:g}"
+            )
+        if engine not in OWN_ENGINES[TRAIN_ENGINE]:
+            raise ValueError(f"adapter needs train.engine torch, got {engine}; leave one of them out")
+        return self
+
+    def recalls(self, role: RoleSpec) -> bool:
+        """Return whether a role is the policy at the stage's start, which a learner with an adapter computes itself."""
+        return self.adapter is not None and role == REFERENCE
+
+    def opened(self) -> tuple[RoleSpec, ...]:
+        """Return the roles that need processes: all but those that a learner recalls."""
+        return tuple(role for role in self.roles() if not self.recalls(role))
 
     def probes(self) -> dict[str, tuple[str, str]]:
         """Return the probe's data as an input."""
@@ -142,7 +167,7 @@ class TrainingConfig(StageConfig):
 
     def load(self, kind: str) -> Load:
         """See `StageConfig.load`."""
-        runtime, roles = self.runtime, self.roles()
+        runtime, roles = self.runtime, self.opened()
         with_models(roles)  # checks the roles of a package
         return Load(
             kind=kind,
@@ -160,6 +185,7 @@ class TrainingConfig(StageConfig):
             object_store=written(runtime.object_store),
             start_timeout=written(runtime.start_timeout),
             call_timeout=written(runtime.call_timeout),
+            adapter=self.adapter.size() if self.adapter else None,
         )
 
     def engines(self) -> dict[str, tuple[str, dict[str, bool]]]:
@@ -191,7 +217,7 @@ class RowsConfig(TrainingConfig):
 
     per_step: ClassVar[str] = "batch_size"
     reads: ClassVar[Reads] = "demonstrations"
-    dropout: ClassVar[bool] = True  # train with the dropout of the model's configuration
+    dropout: ClassVar[bool] = True
     batch_size: Rows = 64  # rows per optimiser step
     # maximum tokens of a prompt with its response; None: the model's context. Longer rows are rejected, never truncated
     max_length: Tokens | None = None

@@ -591,6 +591,8 @@ def ask(roles: Roles, batch: TokenBatch, columns: Sequence[Column]) -> Asked:
             answers[column] = hold(roles, batch, column)
         elif column.role in roles.frozen:
             answers[column] = roles.frozen[column.role].nonblocking.map(FrozenWorker.fill, *words)
+        elif column.role in roles.recalled:
+            answers[column] = roles.recalled[column.role].nonblocking.map(TrainWorker.recall, *words)
         else:
             answers[column] = roles.learners[column.role].nonblocking.map(TrainWorker.fill, *words)
     return Asked(batch, answers)

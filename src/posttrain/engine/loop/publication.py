@@ -231,6 +231,7 @@ class Roles:
     sleeps: bool = False  # whether frozen roles free their memory when their phase is over
     micro_batch_tokens: int = 0  # per rank; 0: unknown, so all documents are requested in one call
     prober: Prober = field(default_factory=Prober)
+    recalled: Mapping[str, WorkerGroup[TrainWorker]] = field(default_factory=dict)  # role → learner that has its start
 
     @property
     def made(self) -> WorkerGroup[TrainWorker]:
@@ -250,7 +251,7 @@ class Roles:
 
     def group(self, role: str) -> WorkerGroup[TrainWorker] | WorkerGroup[FrozenWorker]:
         """Return the worker group of a role that predicts."""
-        return self.frozen[role] if role in self.frozen else self.learners[role]
+        return self.frozen[role] if role in self.frozen else {**self.learners, **self.recalled}[role]
 
     def alone(self, role: str) -> bool:
         """Return whether no other role is in a role's pool."""

@@ -44,7 +44,7 @@ def refuse_missing(algorithm: Algorithm, roles: Roles, step: int) -> None:
             objective needs; no role can fill a wide column.
     """
     columns, updates, name = algorithm.requires(step), algorithm.updates(step), type(algorithm).__name__
-    there = roles.learners.keys() | roles.frozen.keys()
+    there = roles.learners.keys() | roles.frozen.keys() | roles.recalled.keys()
     for column in columns:
         if column.role not in there:
             raise InputError(
@@ -86,7 +86,7 @@ def _summing(update: Update) -> Objective:
 
 
 def _predicted(roles: Roles, role: str) -> frozenset[Need]:
-    learns = roles.learners.get(role)
+    learns = roles.learners.get(role) or roles.recalled.get(role)
     return learns.one(TrainWorker.predicts) if learns else roles.frozen[role].one(FrozenWorker.predicts)
 
 

@@ -52,6 +52,14 @@ from posttrain.domain.rendering import (
     time_limit,
 )
 from posttrain.engine.config import InitModelConfig
+from posttrain.engine.models.adapters import (
+    attach,
+    attach_saved,
+    attached,
+    in_folder,
+    read_adapter,
+    write_adapter,
+)
 from posttrain.engine.models.backbone import Backbone
 from posttrain.engine.models.language_model import (
     LanguageModel,
@@ -60,6 +68,7 @@ from posttrain.engine.models.language_model import (
     adopt_module,
     put_scalar_head,
 )
+from posttrain.engine.settings import LoraConfig
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 PAD, START, END, UNKNOWN = "<|pad|>", "<|im_start|>", "<|im_end|>", "<|unk|>"
@@ -85,11 +94,15 @@ _RENDER_SECONDS = 10.0  # maximum time of one rendering, 100,000 times the usual
 Row = Mapping[str, Any]
 
 
-def load_model(folder: Path, *, device: str = "cpu", dtype: str = "float32") -> LanguageModel:
+def load_model(
+    folder: Path, *, device: str = "cpu", dtype: str = "float32", adapter: LoraConfig | None = None, seed: int = 0
+) -> LanguageModel:
     """Load a causal language model and check its capabilities, without network, pickle or code from the folder.
 
     Args:
         dtype: float32, bfloat16, float16 or float64.
+        adapter: the adapter to train: that of the folder if it has one, else a new one.
+        seed: the seed of a new adapter.
 
     Raises:
         NotFoundError: the folder or its `config.json` does not exist.
@@ -101,14 +114,19 @@ def load_model(folder: Path, *, device: str = "cpu", dtype: str = "float32") -> 
         raise InputError(
             f"model in {folder} must be a causal language model, got a sequence classifier; name another model"
         )
-    return adopt_module(_read_module(AutoModelForCausalLM, folder, device, dtype))
+    return adopt_module(_adapted(_read_module(AutoModelForCausalLM, folder, device, dtype), folder, adapter, seed))
 
 
-def load_scalar_model(folder: Path, *, device: str = "cpu", dtype: str = "float32") -> ScalarModel:
+def load_scalar_model(
+    folder: Path, *, device: str = "cpu", dtype: str = "float32", adapter: LoraConfig | None = None, seed: int = 0
+) -> ScalarModel:
     """Load a value or reward model.
 
     The folder has a sequence classifier with one label, which is loaded as saved, or a causal language model, whose
-    backbone gets a head of zeros.
+    backbone gets a head of zeros, or the head of the folder's adapter.
+
+    Args:
+        adapter, seed: see `load_model`.
 
     Raises:
         NotFoundError: the folder or its `config.json` does not exist.
@@ -116,13 +134,34 @@ def load_scalar_model(folder: Path, *, device: str = "cpu", dtype: str = "float3
             head is not one linear layer without bias, applied to the last token.
     """
     _check_folder(folder)
-    if is_sequence_classifier(folder):
-        return adopt_classifier(_read_module(AutoModelForSequenceClassification, folder, device, dtype))
-    return adopt_classifier(put_scalar_head(_read_module(AutoModelForCausalLM, folder, device, dtype)))
+    if _is_whole_classifier(folder):
+        module = _read_module(AutoModelForSequenceClassification, folder, device, dtype)
+    else:
+        module = put_scalar_head(_read_module(AutoModelForCausalLM, folder, device, dtype))
+    return adopt_classifier(_adapted(module, folder, adapter, seed))
+
+
+def _adapted(module: PreTrainedModel, folder: Path, adapter: LoraConfig | None, seed: int) -> PreTrainedModel:
+    """Attach the adapter of the folder, or a new one.
+
+    Raises:
+        InputError: see `attach` and `attach_saved`; the folder has another adapter than the one to train.
+    """
+    if in_folder(folder):
+        if adapter is not None:
+            read_adapter(folder).refuse_other(adapter.described(), str(folder))
+        attach_saved(module, folder, dropout=adapter.dropout if adapter else 0.0)
+    elif adapter is not None:
+        attach(module, adapter, seed)
+    return module
 
 
 def is_sequence_classifier(folder: Path) -> bool:
-    """Return whether the folder contains a sequence classifier (`architectures` in `config.json`)."""
+    """Return whether the folder contains a sequence classifier, or an adapter that makes its base one."""
+    return (in_folder(folder) and read_adapter(folder).scores) or _is_whole_classifier(folder)
+
+
+def _is_whole_classifier(folder: Path) -> bool:
     try:
         return is_classifier(json.loads((folder / CONFIG).read_bytes()))
     except (ValueError, OSError, AttributeError) as error:
@@ -194,7 +233,7 @@ def save_model(
 ) -> None:
     """Write weights, configuration and tokenizer. Equal weights are written as equal bytes.
 
-    The configuration names the dtype of the written weights.
+    The configuration names the dtype of the written weights. Of a model with an adapter, only the adapter is written.
 
     Args:
         folder: created if missing.
@@ -205,6 +244,9 @@ def save_model(
     if not write:
         return
     folder.mkdir(parents=True, exist_ok=True)
+    if attached(model.module) is not None:
+        write_adapter(model.module, folder, gathered)
+        return
     state = _detached_state(model.module) if gathered is None else dict(gathered)
     dtype = next(tensor.dtype for tensor in state.values() if tensor.is_floating_point())
     model.module.save_pretrained(folder, state_dict=state)  # empties the state
@@ -298,6 +340,8 @@ class ModelSource:
 
     folder: Path
     dtype: str = "auto"  # auto: bfloat16 on CUDA, float32 on CPU
+    adapter: LoraConfig | None = None  # the adapter to train; None: the whole model, or no training
+    seed: int = 0  # of a new adapter
 
     def open(self, device: str) -> LanguageModel:
         """Load the model.
@@ -305,7 +349,8 @@ class ModelSource:
         Raises:
             NotFoundError, InputError: see `load_model`.
         """
-        return load_model(self.folder, device=device, dtype=settled_dtype(self.dtype, device))
+        dtype = settled_dtype(self.dtype, device)
+        return load_model(self.folder, device=device, dtype=dtype, adapter=self.adapter, seed=self.seed)
 
 
 @final
@@ -315,6 +360,8 @@ class ScalarSource:
 
     folder: Path
     dtype: str = "auto"
+    adapter: LoraConfig | None = None
+    seed: int = 0
 
     def open(self, device: str) -> ScalarModel:
         """Load the model.
@@ -322,7 +369,8 @@ class ScalarSource:
         Raises:
             NotFoundError, InputError: see `load_scalar_model`.
         """
-        return load_scalar_model(self.folder, device=device, dtype=settled_dtype(self.dtype, device))
+        dtype = settled_dtype(self.dtype, device)
+        return load_scalar_model(self.folder, device=device, dtype=dtype, adapter=self.adapter, seed=self.seed)
 
 
 def settled_dtype(dtype: str, device: str) -> str:

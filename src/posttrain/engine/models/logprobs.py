@@ -298,7 +298,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
         temperature, softcap, rows, entropy = ctx.settings
         of_logprobs, of_entropies = gradients
         precise = normalisers.dtype
-        d_hidden, d_weight = torch.empty_like(hidden), torch.zeros_like(weight, dtype=precise)
+        d_hidden = torch.empty_like(hidden)
+        d_weight = torch.zeros_like(weight, dtype=precise) if ctx.needs_input_grad[1] else None  # not of a frozen head
         d_bias = None if bias is None else torch.zeros_like(bias, dtype=precise)
         for start in range(0, len(hidden), rows):
             part = slice(start, start + rows)
@@ -311,11 +312,13 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 d_scaled -= probabilities.mul_(logp.add_(entropies[part, None])).mul_(of_entropies[part, None])
             d_logits = d_scaled.mul_(slope).to(hidden.dtype)
             d_hidden[part] = d_logits @ weight
-            _add_product(d_weight, d_logits, hidden[part])
+            if d_weight is not None:
+                _add_product(d_weight, d_logits, hidden[part])
             if d_bias is not None:
                 d_bias += d_logits.sum(0, dtype=precise)
         rounded = None if d_bias is None else d_bias.to(weight.dtype)
-        return d_hidden, d_weight.to(weight.dtype), rounded, None, None, None, None, None
+        rounded_weight = None if d_weight is None else d_weight.to(weight.dtype)
+        return d_hidden, rounded_weight, rounded, None, None, None, None, None
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

@@ -67,16 +67,26 @@ def as_matrix(tensor: Tensor) -> Tensor:
     return tensor.reshape(len(tensor), -1) if tensor.ndim else tensor.reshape(1, 1)
 
 
+def canonical(name: str) -> str:
+    """Return the canonical name of a parameter: its name without the parts that peft adds (`models.adapters`)."""
+    return name.replace(".base_layer.", ".").replace(".default.weight", ".weight")
+
+
+def canonical_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield a module's parameters by canonical name, tied ones once."""
+    return ((canonical(name), parameter) for name, parameter in module.named_parameters())
+
+
 def layout_of(module: nn.Module) -> Layout:
     """Return the layout of a module's parameters, tied tensors once."""
-    return tuple(Entry(name, tuple(p.shape), p.dtype) for name, p in module.named_parameters())
+    return tuple(Entry(name, tuple(p.shape), p.dtype) for name, p in canonical_parameters(module))
 
 
 def module_views(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors that a module's forward reads; tied tensors once per place, always under their first name."""
     names: dict[int, str] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        yield names.setdefault(id(parameter), name), parameter.detach()
+        yield names.setdefault(id(parameter), canonical(name)), parameter.detach()
 
 
 def dtypes_of(layout: Layout, shards: Iterable[Shard]) -> dict[str, torch.dtype]:
@@ -113,7 +123,7 @@ class Unsharded:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._live = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        self._live = {name: p for name, p in canonical_parameters(module) if p.requires_grad}
         self._trained = {n: p if p.dtype == torch.float32 else p.detach().float() for n, p in self._live.items()}
 
     def parameters(self) -> Mapping[str, Tensor]:
@@ -157,18 +167,25 @@ class Unsharded:
 
     def export(self) -> Iterator[Shard]:
         """Yield this rank's pieces of the module's parameters, at the optimiser's precision, without copying them."""
-        for name, parameter in self._module.named_parameters():
+        for name, parameter in canonical_parameters(self._module):
             held = self._trained.get(name, parameter).detach()
             yield Shard(name, tuple(parameter.shape), held, frozen=name not in self._trained)
 
-    def gathered(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    def gathered(self, dtype: torch.dtype | None = None, *, trained: bool = False) -> dict[str, Tensor]:
         """Return whole parameters by name, in the module's precision or in `dtype`; empty except on rank 0. Collective.
 
         The optimiser's parameters are rounded once. Parameters that are not rounded are not copied.
+
+        Args:
+            trained: whether to leave out frozen parameters.
         """
         if dtype is None:
-            return {name: p.detach() for name, p in self._module.named_parameters()}
-        return {shard.name: shard.tensor.to(dtype) for shard in self.export()}
+            return {n: p.detach() for n, p in canonical_parameters(self._module) if n in self._live or not trained}
+        return {shard.name: shard.tensor.to(dtype) for shard in self.export() if not (trained and shard.frozen)}
+
+    def live(self) -> Mapping[str, Tensor]:
+        """Return the tensors with which the module computes, of the trained parameters: whole, or this rank's rows."""
+        return {name: parameter.detach() for name, parameter in self._live.items()}
 
 
 class _Root(nn.Module):
@@ -212,7 +229,7 @@ class FullySharded:
         _widen(module)
         self._module, self._device = module, torch.device(device)
         # stored here, because after a forward pass without a backward pass the module has whole parameters instead
-        self._held = dict(module.named_parameters())
+        self._held = dict(canonical_parameters(module))
         self._parameters = {name: p for name, p in self._held.items() if p.requires_grad}
 
     def parameters(self) -> Mapping[str, Tensor]:
@@ -274,10 +291,14 @@ class FullySharded:
         start = min(self.rank * chunk, parameter.shape[0])
         return start, min(start + chunk, parameter.shape[0])
 
-    def gathered(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    def live(self) -> Mapping[str, Tensor]:
+        """See `Unsharded`."""
+        return {name: local(parameter.detach()) for name, parameter in self._parameters.items()}
+
+    def gathered(self, dtype: torch.dtype | None = None, *, trained: bool = False) -> dict[str, Tensor]:
         """See `Unsharded`; one parameter at a time."""
         whole: dict[str, Tensor] = {}
-        for name, parameter in self._held.items():
+        for name, parameter in (self._parameters if trained else self._held).items():
             held: Any = parameter.detach()
             full: Tensor = held.full_tensor() if isinstance(held, DTensor) else held
             if self.rank == 0:

@@ -20,11 +20,13 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
+from posttrain.domain.adapters import FOLDER, PREFIX, WEIGHTS
 from posttrain.domain.errors import InputError, IntegrityError, PosttrainError
 from posttrain.engine.algorithms.objectives import LossParts, SupervisedObjective, Totals
 from posttrain.engine.batch import Document, Predictions, TokenBatch
 from posttrain.engine.groups.port import RankContext
-from posttrain.engine.models.sharding import Shard, put
+from posttrain.engine.models.adapters import attached
+from posttrain.engine.models.sharding import Shard, canonical_parameters, put
 from posttrain.engine.roles.learner import DivergedError
 from posttrain.engine.roles.port import Division, TrainEngine
 from posttrain.engine.weights.stream import Attestation, attest
@@ -126,11 +128,16 @@ def exports_every_element_once(bench: Bench) -> None:
     whole = bench.weights(engine)
     same = added == attest(Shard(name, tuple(value.shape), value) for name, value in whole.items())
     _require(same, "every element is exported by exactly one rank")
-    names = {name for name, _ in engine.model.module.named_parameters()}
+    names = {name for name, _ in canonical_parameters(engine.model.module)}
     _require(whole.keys() == names, "exported under the names of the Hugging Face module, tied tensors once")
     engine.write_model(bench.folder / "exported")
     if bench.context.rank == 0:
-        written = load_file(bench.folder / "exported" / "model.safetensors")
+        adapts = attached(engine.model.module) is not None
+        written = load_file(bench.folder / "exported" / (f"{FOLDER}/{WEIGHTS}" if adapts else "model.safetensors"))
+        if adapts:
+            written = {name.removeprefix(PREFIX): tensor for name, tensor in written.items()}
+            names = {shard.name for shard in engine.export() if not shard.frozen}
+            whole = {name: tensor for name, tensor in whole.items() if name in names}
         _require(names <= written.keys(), "every tensor of a model is written")
         _require(
             _equal({name: written[name] for name in whole}, whole), "the written weights equal the exported weights"

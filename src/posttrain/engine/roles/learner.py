@@ -22,6 +22,7 @@ from posttrain.domain.errors import FailureClass, IntegrityError, JobFailedError
 from posttrain.engine.algorithms.objectives import LossParts
 from posttrain.engine.batch import TokenBatch, keep_freed_memory
 from posttrain.engine.groups.port import RankContext
+from posttrain.engine.models.adapters import attached
 from posttrain.engine.models.backbone import cost_model
 from posttrain.engine.models.sharding import FullySharded, Unsharded, checkpoint_activations, local
 from posttrain.engine.roles.port import Division
@@ -248,7 +249,7 @@ class Learner:
     def exported(self) -> dict[str, Tensor] | None:
         """Return the weights for a saved model, on rank 0; None: use the module's current weights. Collective."""
         whole = self.sharding.ranks == 1 and self._saved_as is None
-        return None if whole else self.sharding.gathered(self._saved_as)
+        return None if whole else self.sharding.gathered(self._saved_as, trained=attached(self._module) is not None)
 
     @torch.no_grad()
     def restore(self, parameters: Mapping[str, Tensor], moments: Mapping[str, Tensor]) -> None:

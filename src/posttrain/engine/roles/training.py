@@ -10,6 +10,7 @@ A prediction is written to its column of the batch.
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Set
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
@@ -23,6 +24,7 @@ from posttrain.domain.engines import OWN_ENGINES, TRAIN_ENGINE, installed_engine
 from posttrain.engine.algorithms.objectives import LossParts, Objective
 from posttrain.engine.batch import Need, Predictions, TokenBatch
 from posttrain.engine.groups.port import RankContext
+from posttrain.engine.models.adapters import attached
 from posttrain.engine.models.files import ModelSource, ScalarSource, save_model
 from posttrain.engine.models.language_model import LanguageModel, adopt_classifier, adopt_module
 from posttrain.engine.models.logprobs import Model, predict, predict_topk, predictable
@@ -79,6 +81,8 @@ class TorchEngine:
             context, self.model.module, optimizer, runtime, steps=steps, seed=seed, dropout=dropout, first=first
         )
         self._temperature, self._rank = temperature, context.rank
+        held = self.learner.sharding.live() if attached(model.module) else {}
+        self._begun = {name: tensor.clone() for name, tensor in held.items()}
 
     def forward(self, batch: TokenBatch, needs: Set[Need]) -> Predictions:
         """See `TrainEngine`."""
@@ -99,6 +103,24 @@ class TorchEngine:
             parts.append(filled)
         gathered = TokenBatch.gather(parts, shards)
         return Predictions(**{need: gathered.column(need).to(batch.device) for need in needs})
+
+    @contextmanager
+    @torch.no_grad()
+    def begun(self) -> Iterator[None]:
+        """Compute with the adapter of the stage's start during the block: the reference, without a second base.
+
+        Nothing trains or samples during the block.
+        """
+        live = self.learner.sharding.live()
+        now = {name: tensor.clone() for name, tensor in live.items()}
+        try:
+            for name, tensor in live.items():
+                tensor.copy_(self._begun[name])
+            yield
+        finally:
+            self.learner.sharding.write_back()
+            for name, tensor in live.items():
+                tensor.copy_(now[name])
 
     def step(
         self,
@@ -234,6 +256,16 @@ class TrainWorker:
         """Return the batch with a column of the model's current predictions, without gradients or dropout."""
         found = self.engine.forward(batch, {need}).of(need)
         return with_prediction(batch, column, need, found).seen_by(self._role, self._rank)
+
+    def recall(self, batch: TokenBatch, column: str, need: Need) -> TokenBatch:
+        """Return the batch with a column of the predictions that the model made at the stage's start.
+
+        This is the reference of a model with an adapter: the same base, with the adapter of the start. Collective.
+        """
+        assert isinstance(self.engine, TorchEngine), "plan refuses adapters with other engines"
+        with self.engine.begun():
+            found = self.engine.forward(batch, {need}).of(need)
+        return with_prediction(batch, column, need, found).seen_by("reference", self._rank)
 
     def attest(self, layout: Layout) -> tuple[Attestation, int]:
         """Attest this rank's weights in the readers' layout; return the attestation, and the number of buckets.

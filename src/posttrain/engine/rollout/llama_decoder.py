@@ -18,6 +18,7 @@ no second copy, and nothing is transferred after an update.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -27,7 +28,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM, PreTrainedModel, Qwen2ForCausalLM, Qwen3ForCausalLM
 
+from posttrain.domain.adapters import SavedAdapter
 from posttrain.domain.errors import IntegrityError
+from posttrain.engine.models.adapters import adapter_weights, attached, base_layer
 from posttrain.engine.models.language_model import LanguageModel, float32_logits
 from posttrain.engine.rollout.page_attention import (
     attend_packed_prompts,
@@ -45,7 +48,56 @@ _ROWS_TRIED = (4, 8, 16, 32)
 _VECTOR = 32  # floats per iteration of an element-wise kernel
 _ANGLES = 1024  # growth of rotary tables, positions
 _CHUNK = 1024  # tokens of one prompt computed at a time
+_RANKS = 16  # ranks of adapters are padded to a multiple
 _PIECE = 512  # tokens per MLP pass on a CPU: a quarter faster than 5,120 (benchmark model)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LowRank:
+    """The adapters of the layers of one fused product, as two products: s · up (down x).
+
+    `up` is block-diagonal. The sum of the ranks is padded with zeros to a multiple of 16, because a product with fewer
+    rows of `down` has other bits in other company. Both are copies, which `refresh` renews.
+    """
+
+    down: Tensor  # [ranks, inputs]
+    up: Tensor  # [outputs, ranks]
+    transposed: Tensor  # a view of `up`, [ranks, outputs]
+    scale: float
+    parts: tuple[tuple[Tensor, Tensor, Tensor, Tensor] | None, ...]  # of each layer: A, B, and their places here
+
+    @classmethod
+    def of(cls, linears: Sequence[Any], adapter: SavedAdapter) -> "LowRank | None":
+        """Return the adapters of the layers; None: no layer has one."""
+        own = [adapter_weights(linear) for linear in linears]
+        ranks = sum(len(found[0]) for found in own if found)
+        if not ranks:
+            return None
+        like = base_layer(linears[0]).weight
+        outputs = [base_layer(linear).out_features for linear in linears]
+        down = like.new_zeros(-(-ranks // _RANKS) * _RANKS, like.shape[1])
+        up = like.new_zeros(sum(outputs), len(down))
+        parts, row = list[tuple[Tensor, Tensor, Tensor, Tensor] | None](), 0
+        for found, rows, end in zip(own, outputs, accumulate(outputs), strict=True):
+            if found is None:
+                parts.append(None)
+                continue
+            stop = row + len(found[0])
+            parts.append((*found, down[row:stop], up[end - rows : end, row:stop]))
+            row = stop
+        return cls(down, up, up.t(), adapter.scale, tuple(parts))
+
+    def refresh(self) -> None:
+        """Copy the adapters' current values."""
+        for part in self.parts:
+            if part is not None:
+                low, high, down, up = part
+                down.copy_(low)
+                up.copy_(high)
+
+    def added(self, y: Tensor, x: Tensor) -> Tensor:
+        """Return y + s · up (down x)."""
+        return torch.addmm(y, F.linear(x, self.down).mul_(self.scale), self.transposed)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,6 +107,7 @@ class FusedLinear:
     weight: Tensor  # [outputs, inputs]
     bias: Tensor | None
     transposed: Tensor  # a view of the weight, [inputs, outputs]
+    low: LowRank | None = None  # the adapters of the layers
 
     def views(self, names: Sequence[str], sizes: Sequence[int]) -> Iterator[tuple[str, Tensor]]:
         """Yield the slices of the fused weight, by the names of their layers; `sizes` has the rows of each slice."""
@@ -62,6 +115,9 @@ class FusedLinear:
             for name, rows, end in zip(names, sizes, accumulate(sizes), strict=True):
                 if held is not None:
                     yield f"{name}.{part}", held[end - rows : end]
+        for name, adapter in zip(names, self.low.parts if self.low else (), strict=False):
+            if adapter is not None:
+                yield from ((f"{name}.lora_A.weight", adapter[2]), (f"{name}.lora_B.weight", adapter[3]))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -103,8 +159,16 @@ class FusedWeights:
                     "rollout engine"
                 )
 
+    def refresh(self) -> None:
+        """Copy the adapters' current values, which the decoder does not read in place."""
+        for layer in self.layers:
+            for fused in (layer.qkv, layer.output, layer.gate_up, layer.down):
+                if fused.low is not None:
+                    fused.low.refresh()
+
     def views(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors that the decoder reads, split into the module's tensors, by name."""
+        self.refresh()
         yield "model.embed_tokens.weight", self.embedding
         for index, (layer, held) in enumerate(zip(self.module.model.layers, self.layers, strict=True)):
             prefix, attention, mlp = f"model.layers.{index}", layer.self_attn, layer.mlp
@@ -120,7 +184,7 @@ class FusedWeights:
                 (held.down, mlp, ("down_proj",)),
             ):
                 place = f"{prefix}.{'self_attn' if part is attention else 'mlp'}"
-                sizes = [getattr(part, name).out_features for name in names]
+                sizes = [base_layer(getattr(part, name)).out_features for name in names]
                 yield from fused.views([f"{place}.{name}" for name in names], sizes)
         yield "model.norm.weight", self.final_norm
         yield "lm_head.weight" if "lm_head.weight" in self.addresses else "model.embed_tokens.weight", self.head
@@ -147,9 +211,10 @@ def why_not_fusable(module: PreTrainedModel) -> str | None:
 
 
 def _altered_part(module: PreTrainedModel) -> str | None:
-    """Return a linear layer that was replaced (by an adapter), or a hook that the decoder would skip, or None."""
+    """Return a linear layer that was replaced by other than an adapter, a hook that the decoder would skip, or None."""
     for name, part in module.named_modules():
-        if name.endswith(("_proj", "lm_head")) and type(part) is not nn.Linear:
+        own = base_layer(part) if name.endswith("_proj") and attached(module) else part
+        if name.endswith(("_proj", "lm_head")) and type(own) is not nn.Linear:
             return f"{name} is {type(part).__name__}"
         if part._forward_hooks or part._forward_pre_hooks:
             return f"{name} has a forward hook"
@@ -162,6 +227,7 @@ def fuse_weights(module: PreTrainedModel) -> FusedWeights:
     `why_not_fusable` must return None for the module.
     """
     layers: list[LayerWeights] = []
+    _fuse = partial(_fused, adapter=attached(module))
     for layer in module.model.layers:
         attention, mlp = layer.self_attn, layer.mlp
         query_norm, key_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
@@ -187,10 +253,12 @@ def fuse_weights(module: PreTrainedModel) -> FusedWeights:
     )
 
 
-def _fuse(linears: Sequence[nn.Linear]) -> FusedLinear:
+def _fused(layers: Sequence[nn.Module], adapter: SavedAdapter | None) -> FusedLinear:
+    linears = [base_layer(layer) for layer in layers]
     biases: list[Tensor] = [linear.bias for linear in linears if linear.bias is not None]
     weight = _stack([linear.weight for linear in linears])
-    return FusedLinear(weight, _stack(biases) if biases else None, weight.t())
+    low = None if adapter is None else LowRank.of(layers, adapter)
+    return FusedLinear(weight, _stack(biases) if biases else None, weight.t(), low)
 
 
 def _stack(parameters: Sequence[Tensor]) -> Tensor:
@@ -255,6 +323,7 @@ class LlamaDecoder:
 
     def refresh(self) -> None:
         """Recompute all tensors that depend on weights, after the weights have changed."""
+        self._weights.refresh()
         found = [self._head_factors(layer) for layer in self._weights.layers]
         for held, fresh in zip(self._factors, found, strict=False):
             held.copy_(fresh)  # in place, because a recorded step reads these tensors
@@ -420,7 +489,9 @@ def _head_dim(config: Any) -> int:
 def _fewest_rows(weights: FusedWeights) -> int:
     """Return the smallest number of rows at which a row of a product always has the same bits, found by trial."""
     layer = weights.layers[0]
-    matrices = (layer.qkv.weight, layer.output.weight, layer.gate_up.weight, layer.down.weight, weights.head)
+    products = (layer.qkv, layer.output, layer.gate_up, layer.down)
+    low = [part for product in products if product.low for part in (product.low.down, product.low.up)]
+    matrices = (*(product.weight for product in products), weights.head, *low)
     return next(
         (rows for rows in _ROWS_TRIED if all(_rows_agree(matrix, rows) for matrix in matrices)), _ROWS_TRIED[-1]
     )
@@ -441,10 +512,13 @@ def _rows_agree(matrix: Tensor, rows: int) -> bool:
 
 
 def _linear(x: Tensor, layer: FusedLinear) -> Tensor:
-    return F.linear(x, layer.weight, layer.bias)
+    out = F.linear(x, layer.weight, layer.bias)
+    return out if layer.low is None else layer.low.added(out, x)
 
 
 def _add_linear(x: Tensor, y: Tensor, layer: FusedLinear) -> Tensor:
     """Return x + W y + b."""
     out = torch.addmm(x, y, layer.transposed)
+    if layer.low is not None:
+        out = layer.low.added(out, y)
     return out if layer.bias is None else out.add_(layer.bias)

@@ -29,7 +29,7 @@ from posttrain.engine.batch import Provenance
 from posttrain.engine.groups.port import RankContext, Stored
 from posttrain.engine.models.files import ModelSource, load_tokenizer
 from posttrain.engine.models.language_model import LanguageModel
-from posttrain.engine.models.sharding import Layout, Shard, layout_of, module_views, put
+from posttrain.engine.models.sharding import Layout, Shard, canonical_parameters, layout_of, module_views, put
 from posttrain.engine.rollout.backends.module import ModuleRollout
 from posttrain.engine.rollout.backends.native import NativeRollout
 from posttrain.engine.rollout.decoding import StopStrings
@@ -43,7 +43,7 @@ from posttrain.engine.rollout.port import (
     SamplingParams,
     prompt_segments,
 )
-from posttrain.engine.rollout.turns import Conversations
+from posttrain.engine.rollout.sessions import Conversations
 from posttrain.engine.samples import Ints, Trajectory, groups_of
 from posttrain.engine.weights.probe import Attested, Challenge, Values
 from posttrain.engine.weights.stream import (
@@ -54,6 +54,7 @@ from posttrain.engine.weights.stream import (
     View,
     WeightSource,
     attest_views,
+    carried,
     differing_aliases,
     exchange,
 )
@@ -392,6 +393,7 @@ class RolloutWorker:
         self._open: Generator[_Answered, Sequence[Generation], None] | None = None  # of `feed`
         self._fed: Conversations | None = None  # what `feed` has not passed on
         self._served: tuple[str, Attestation] | None = None
+        self._base: Attestation | None = None
         self._say(self._version)
 
     @staticmethod
@@ -438,7 +440,7 @@ class RolloutWorker:
 
     def offer(self, layout: Layout) -> tuple[Attestation, int]:
         """Attest this rank's weights for replaced ranks of the rollout; see `WeightSource.attest`."""
-        self._given = WeightSource(self._shards)
+        self._given = WeightSource(self._shards, carried(self._module))
         return self._given.attest(layout)
 
     def bucket(self) -> Bucket:
@@ -465,7 +467,11 @@ class RolloutWorker:
             InputError: the engine has neither tensors nor log-probabilities.
         """
         views = self._engine.attest(()).views
-        found = attest_views(module_views(self._module) if views is None else views)
+        shown = list(module_views(self._module) if views is None else views)
+        frozen = {shard.name for shard in self._shards() if shard.frozen}
+        if self._base is None:  # a base with an adapter never changes, so its tensors are hashed once
+            self._base = attest_views((name, tensor) for name, tensor in shown if name in frozen)
+        found = self._base + attest_views((name, tensor) for name, tensor in shown if name not in frozen)
         version, before = self._served or (None, None)
         return AttestedWeights(found, version, changed=found != before, exact=views is not None)
 
@@ -576,11 +582,13 @@ class RolloutWorker:
         self._version = version
 
     def _shards(self) -> Iterator[Shard]:
-        return (Shard(name, tuple(p.shape), p.detach()) for name, p in self._module.named_parameters())
+        adapts = carried(self._module) is not None
+        own = canonical_parameters(self._module)
+        return (Shard(n, tuple(p.shape), p.detach(), frozen=adapts and not p.requires_grad) for n, p in own)
 
     def _put(self, bucket: Bucket) -> None:
         """Copy a bucket into place; a separate function, so no reference is left when the next bucket arrives."""
-        held = dict(self._module.named_parameters())
+        held = dict(canonical_parameters(self._module))
         for shard in bucket.shards():
             put(held, shard)
 

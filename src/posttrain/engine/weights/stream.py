@@ -340,15 +340,21 @@ class WeightSource:
         self._limit = limit or BUCKET_BYTES
         self._dtypes: Mapping[str, torch.dtype] = {}
         self._open: Iterator[Bucket] = iter(())
+        self._base: tuple[Layout, Attestation] | None = None  # of the frozen pieces, for readers of this layout
 
     def attest(self, layout: Layout) -> tuple[Attestation, int]:
         """Attest this rank's pieces in the reader's dtypes; return the attestation, and the number of buckets.
+
+        Frozen pieces are hashed once.
 
         Raises:
             IntegrityError: names or shapes differ from the reader's.
         """
         self._dtypes = dtypes_of(layout, self.export())
-        found = attest(self._converted())
+        if self._base is None or self._base[0] != layout:
+            frozen = (shard for shard in self.export() if shard.frozen and self.carries is not None)
+            self._base = layout, attest(self._converted(frozen))
+        found = self._base[1] + attest(self._converted(self._travelling()))
         self._open = buckets(self._travelling(), self._dtypes, self._limit)
         return found, sum(1 for _ in _plans(self._travelling(), self._dtypes, self._limit))
 
@@ -359,9 +365,9 @@ class WeightSource:
     def _travelling(self) -> Iterator[Shard]:
         return (shard for shard in self.export() if self.carries is None or not shard.frozen)
 
-    def _converted(self) -> Iterator[Shard]:
-        """Yield every piece in the reader's dtype; at most one bucket of pieces exists at a time."""
-        for shard in self.export():
+    def _converted(self, pieces: Iterable[Shard]) -> Iterator[Shard]:
+        """Yield pieces in the reader's dtype; at most one bucket of pieces exists at a time."""
+        for shard in pieces:
             if shard.tensor.dtype == self._dtypes[shard.name]:
                 yield shard
                 continue

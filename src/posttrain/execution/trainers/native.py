@@ -36,13 +36,23 @@ from posttrain.store.attempts import AttemptFolder
 _DECIDING_ROOMS = (
     *("engine", "jobs", "sandbox", "data/files.py", "data/rows.py"),
     *("domain/canonical.py", "domain/engines.py", "domain/kinds.py", "domain/placement.py", "domain/rendering.py"),
-    *("domain/rewards.py", "domain/roles.py", "domain/weights.py"),
+    *("domain/rewards.py", "domain/roles.py", "domain/adapters.py"),
     *("pacing/admission.py", "pacing/balance.py"),
     *("planner/residency.py", "planner/shape.py", "planner/sizes.py"),
 )
 # torch's version names its build (2.13.0+cpu, +cu130); jinja2 renders chat templates, pyarrow reads
-# Parquet rows, regex reads answers.
-_DECIDING_LIBRARIES = ("torch", "transformers", "safetensors", "tokenizers", "numpy", "jinja2", "pyarrow", "regex")
+# Parquet rows, regex reads answers, peft computes adapters.
+_DECIDING_LIBRARIES = (
+    "torch",
+    "transformers",
+    "safetensors",
+    "tokenizers",
+    "numpy",
+    "jinja2",
+    "pyarrow",
+    "regex",
+    "peft",
+)
 _DEVICE_FILES = ("/dev/nvidia[0-9]*", "/dev/dxg", "/dev/kfd")
 _CHOSEN_BY = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 _CHOOSES = re.compile(r"\d|GPU-|MIG-")  # the start of a list with at least one visible device

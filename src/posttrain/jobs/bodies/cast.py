@@ -1,7 +1,9 @@
 """Writes the weights of a model folder in another floating-point type, in place, shard by shard.
 
-Request: `{"folder", "dtype"}`. Answer: `{"file", "tensors"}` for each file. One shard is in memory at a time. A finite
-number that is not finite after the conversion is an error, since a model with an infinite weight is useless.
+Request: `{"folder", "dtype", "merge"}`. Answer: `{"file", "tensors", "dtype"}` for each file. One shard is in memory at
+a time. A finite number that is not finite after the conversion is an error, since a model with an infinite weight is
+useless. With `merge`, the folder's adapter is added to its base first; the whole model is then in memory, in the type
+that is written, and every sum is rounded once.
 """
 
 import json
@@ -14,6 +16,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from posttrain.domain.adapters import FOLDER
 from posttrain.domain.errors import InputError
 from posttrain.store.atomic import write_json
 
@@ -23,7 +26,12 @@ _INDEX = "model.safetensors.index.json"
 
 def cast(request: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     """Convert every safetensors file of the folder, then update type and size in the configuration and the index."""
-    folder, name = Path(request["folder"]), str(request["dtype"])
+    folder, given = Path(request["folder"]), request["dtype"]
+    if request.get("merge"):
+        yield from _merged(folder, given)
+    if given is None:
+        return
+    name = str(given)
     dtype: torch.dtype = getattr(torch, name)
     size = 0
     for path in sorted(folder.rglob("*.safetensors")):
@@ -34,12 +42,32 @@ def cast(request: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
         shutil.copymode(path, path.with_suffix(".new"))
         path.with_suffix(".new").replace(path)
         size += sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-        yield {"file": path.relative_to(folder).as_posix(), "tensors": len(tensors)}
-    _name_type(folder / "config.json", name)
+        yield {"file": path.relative_to(folder).as_posix(), "tensors": len(tensors), "dtype": name}
+    if (folder / "config.json").is_file():  # not beside an adapter alone
+        _name_type(folder / "config.json", name)
     if (folder / _INDEX).is_file():
         index = json.loads((folder / _INDEX).read_bytes())
         index["metadata"] = {**index.get("metadata", {}), "total_size": size}
         write_json(folder / _INDEX, index)
+
+
+def _merged(folder: Path, given: str | None) -> Iterator[Mapping[str, Any]]:
+    """Replace the weights of a base by their sums with the adapter, in the type `given` or in that of the base."""
+    from posttrain.engine.models.adapters import merge
+    from posttrain.engine.models.files import is_sequence_classifier, load_model, load_scalar_model, save_model
+
+    files = [path for path in folder.glob("*.safetensors*") if path.is_file()]
+    config = json.loads((folder / "config.json").read_bytes())
+    kind = given or str(config.get("dtype") or config.get("torch_dtype") or "float32")
+    load = load_scalar_model if is_sequence_classifier(folder) else load_model
+    model = load(folder, dtype=kind)
+    merge(model.module)
+    for path in files:
+        path.unlink()
+    shutil.rmtree(folder / FOLDER)
+    save_model(model, None, folder)
+    for path in sorted(folder.glob("*.safetensors")):
+        yield {"file": path.name, "tensors": 0, "dtype": kind}
 
 
 def _as(tensor: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:

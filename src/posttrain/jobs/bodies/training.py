@@ -25,6 +25,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from posttrain.data.rows import prompt_text, read_rows, uniform
+from posttrain.domain.adapters import refuse_whole_training
 from posttrain.domain.canonical import derive_seed
 from posttrain.domain.errors import InputError
 from posttrain.domain.jobs import GANG, JobResult, Metric, Note, Output, Progress
@@ -51,6 +52,7 @@ from posttrain.engine.loop.controller import Controller, FromRows, Limits, Order
 from posttrain.engine.loop.on_policy import OnPolicy
 from posttrain.engine.loop.publication import Roles
 from posttrain.engine.loop.recipe import Recipe
+from posttrain.engine.models.adapters import in_folder
 from posttrain.engine.models.files import (
     LabelledRow,
     ModelSource,
@@ -115,7 +117,7 @@ def open_pools(config: TrainingConfig, recorder: Recorder, costs: CostModel = TO
         InfrastructureError: no cluster could be reached or started.
     """
     device = settled_device(config.runtime)
-    pools = config.placement.pools(with_models(config.roles())).values()
+    pools = config.placement.pools(with_models(config.opened())).values()
     alone = len(pools) == 1 and all(pool.resources.rank_count == 1 for pool in pools)
     if alone and not config.runtime.ray_address:
         with ResourcePool(InlineBackend(device=device), recorder, costs=costs, deadlines=_deadlines(config)) as pool:
@@ -130,7 +132,7 @@ def _open_cluster_pools(
 ) -> dict[str, ResourcePool]:
     """Return each role's pool of Ray processes. All pools are checked with the cluster before any pool is created."""
     gang = os.environ.get(GANG)  # set on nodes of a flavour, which are all of the requested kind
-    roles, address = with_models(config.roles()), config.runtime.ray_address or gang or None
+    roles, address = with_models(config.opened()), config.runtime.ray_address or gang or None
     elsewhere = gang is None or config.runtime.ray_address is not None
     placement = config.placement if elsewhere else config.placement.of_any_kind()
     pools = placement.pools(roles)
@@ -234,11 +236,13 @@ class Trained:
     recipe: Recipe
     save_model: Callable[[Path], object]
     tokenizer: PreTrainedTokenizerBase
+    over: str = ""  # the input whose files the model extends by an adapter; "": the model is complete
 
     def write(self, folder: Path) -> None:
-        """Write the current model in Hugging Face format."""
+        """Write the current model in Hugging Face format, or its adapter in peft's."""
         self.save_model(folder)
-        self.tokenizer.save_pretrained(folder)
+        if not self.over:
+            self.tokenizer.save_pretrained(folder)
 
 
 def body(job: Job) -> JobResult:
@@ -255,13 +259,13 @@ def body(job: Job) -> JobResult:
                 folder = job.folder / "outputs" / "model"
                 folder.mkdir(parents=True, exist_ok=True)
                 trained.write(folder)
-                best = _leave_best(job, controller)
+                best = _leave_best(job, controller, trained.over)
         except Exception as error:
             return failed(error, controller.tokens)
     metrics = outcome.metrics | slower | sizes
     if outcome.status != "succeeded":
         return JobResult(outcome.status, metrics=metrics, tokens=outcome.tokens)
-    outputs = {"model": Output("outputs/model", "tree"), **best}
+    outputs = {"model": Output("outputs/model", "tree", trained.over), **best}
     return JobResult("succeeded", outputs, metrics, outcome.tokens, message=outcome.message)
 
 
@@ -273,7 +277,7 @@ def _load(job: Job, config: TrainingConfig, stack: ExitStack) -> tuple[Trained, 
     return trained, _controller(job, trained, config, recorder), slower
 
 
-def _leave_best(job: Job, controller: Controller) -> dict[str, Output]:
+def _leave_best(job: Job, controller: Controller, over: str) -> dict[str, Output]:
     """Move the best model by the probe to the outputs, if the stage stores one."""
     kept = controller.best.path if controller.best else None
     if kept is None:
@@ -281,7 +285,7 @@ def _leave_best(job: Job, controller: Controller) -> dict[str, Output]:
     target = job.folder / "outputs" / "best"
     shutil.rmtree(target, ignore_errors=True)  # the folder of an attempt that died before its result
     kept.rename(target)
-    return {"best": Output("outputs/best", "tree")}
+    return {"best": Output("outputs/best", "tree", over)}
 
 
 def _costs(job: Job) -> CostModel:
@@ -317,12 +321,27 @@ def _from_rows(
     rows = _rows(job, config, "data", tokenizer, limit, None)
     held_out = _rows(job, config, "probe", tokenizer, limit, config.probe.items) if config.probe else []
     recipe = FromRows(config, algorithm, roles, rows, job.order.seed, held_out, phase=job.order.kind)
-    return Trained(recipe, lambda folder: roles.made.each(TrainWorker.save_model, folder), tokenizer)
+    return _trained(recipe, config, tokenizer)
+
+
+def _trained(recipe: Recipe, config: TrainingConfig, tokenizer: PreTrainedTokenizerBase) -> Trained:
+    made = recipe.roles.made
+    over = config.roles()[0].model if config.adapter else ""
+    return Trained(recipe, lambda folder: made.each(TrainWorker.save_model, folder), tokenizer, over)
 
 
 def _source(job: Job, config: TrainingConfig, role: RoleSpec) -> ModelSource | ScalarSource:
+    """Return the initial model of a role; a role that learns gets the stage's adapter.
+
+    Raises:
+        InputError: a whole model would be trained, but it has an adapter.
+    """
+    folder, dtype = job.input(role.model), config.runtime.dtype
+    lora = config.adapter.lora if config.adapter and role.trained else None
+    if role.trained and lora is None and in_folder(folder):
+        refuse_whole_training(job.label(role.model))
     source = ModelSource if role.head == "language" else ScalarSource
-    return source(job.input(role.model), config.runtime.dtype)
+    return source(folder, dtype, lora, derive_seed(job.order.seed, "adapter", role.name))
 
 
 def _rows(
@@ -351,14 +370,14 @@ def _on_policy(
     pool_of: PoolOf,
     stack: ExitStack,
 ) -> Trained:
-    own = [role for role in config.roles() if role.model]
+    own = [role for role in config.opened() if role.model]
     for role in own:
         if role.name in config.reward_models:
             _check_judge(job.input("model"), job.input(role.model), job.label(role.model))
         elif role.model != "model":
             _check_teacher(job.input("model"), job.input(role.model), job.label(role.model), role)
     sources = {role.name: _source(job, config, role) for role in own}
-    model, stop = ModelSource(job.input("model"), config.runtime.dtype), (*config.stop, *algorithm.source.stop)
+    model, stop = cast(ModelSource, sources[own[0].name]), (*config.stop, *algorithm.source.stop)
     roles = open_roles(config, model, job.order.seed, pool_of, sources=sources, stop=stop)
     context = roles.made.one(TrainWorker.context_length)
     others = [one.one(FrozenWorker.context_length) for one in roles.frozen.values()]
@@ -373,7 +392,7 @@ def _on_policy(
         text=partial(response_text, tokenizer),
         environment=_environment(job, config, algorithm, tokenizer, stack),
     )
-    return Trained(recipe, lambda folder: roles.made.each(TrainWorker.save_model, folder), tokenizer)
+    return _trained(recipe, config, tokenizer)
 
 
 def _tell_unused(job: Job, config: SamplingConfig, algorithm: RolloutAlgorithm) -> None:

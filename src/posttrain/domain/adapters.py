@@ -1,0 +1,196 @@
+"""LoRA adapters: what run.yaml declares, what peft stores, and how a model with an adapter is stored.
+
+A model with an adapter is a folder with the files of its base and a folder `adapter/` in peft's format::
+
+    config.json  model.safetensors  tokenizer.json  …      the base, unchanged
+    adapter/adapter_config.json                            rank, alpha, targets (`SavedAdapter`)
+    adapter/adapter_model.safetensors                      A and B of every adapted layer, and a trained score head
+
+In the store, such a folder is a tree whose listing names the blobs of the base, so a stage stores the files of its
+adapter only (`extended`). The tree's digest covers both; the digest of the base is that of the listing without
+`adapter/` (`base_files`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from posttrain.domain.errors import InputError, IntegrityError
+
+FOLDER = "adapter"  # in the folder of a model
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."  # of peft's names of tensors
+HEAD = "score"  # the head of a value or reward model, which trains in full beside its adapter
+MOST_RANK = 4096
+AUTO = "auto"  # targets: all linear layers of the decoder layers
+F = TypeVar("F")
+# settings of peft that change what an adapter computes, with the values that mean plain LoRA
+_PLAIN: Mapping[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    "use_dora": (False,),
+    "use_qalora": (False,),
+    "lora_bias": (False,),
+    "fan_in_fan_out": (False,),
+    "rank_pattern": ({}, None),
+    "alpha_pattern": ({}, None),
+    "layers_to_transform": (None, []),
+    "layer_replication": (None, []),
+    "exclude_modules": (None, []),
+    "target_parameters": (None, []),
+    "trainable_token_indices": (None, [], {}),
+    "megatron_config": (None,),
+    "alora_invocation_tokens": (None, []),
+    "arrow_config": (None,),
+    "corda_config": (None,),
+    "eva_config": (None,),
+}
+_ALTERS_BASE = ("pissa", "olora", "corda", "loftq", "eva")  # initialisations that change the base's weights
+
+
+@dataclass(frozen=True, slots=True)
+class SavedAdapter:
+    """An adapter as its `adapter_config.json` describes it."""
+
+    rank: int
+    alpha: float
+    targets: str | tuple[str, ...]  # a text is `auto`, a pattern of peft, or `all-linear`
+    rslora: bool = False
+    scores: bool = False  # whether it has a head that scores responses
+
+    @property
+    def scale(self) -> float:
+        """The factor s of the update."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+    @classmethod
+    def from_json(cls, value: Any, where: str) -> SavedAdapter:
+        """Read a configuration of peft.
+
+        Args:
+            where: the file's name in errors.
+
+        Raises:
+            InputError: it is not a configuration of peft, or is more than plain LoRA on linear layers.
+        """
+        if not isinstance(value, Mapping):
+            raise InputError(f"{where}: must be a configuration of peft, got {type(value).__name__}; name another file")
+        for name, plain in _PLAIN.items():
+            if name in value and value[name] not in plain:
+                raise InputError(
+                    f"{where}: {name} must be {plain[0]!r}, since only plain LoRA is supported, got "
+                    f"{value[name]!r:.60}; merge the adapter into its base with peft and add the merged model"
+                )
+        started = value.get("init_lora_weights")
+        if isinstance(started, str) and started.lower().startswith(_ALTERS_BASE):
+            raise InputError(
+                f"{where}: init_lora_weights {started} changes the base's weights; convert the adapter to plain LoRA "
+                "with peft's save_pretrained(path_initial_model_for_weight_conversion=…)"
+            )
+        whole = value.get("modules_to_save") or []
+        if whole not in ([], [HEAD]):
+            raise InputError(
+                f"{where}: modules_to_save may name {HEAD} only, got {whole!r:.60}; merge the adapter into its base "
+                "with peft and add the merged model"
+            )
+        rank: Any = value.get("r")
+        alpha: Any = value.get("lora_alpha")
+        targets = value.get("target_modules")
+        named = isinstance(targets, list) and targets and all(isinstance(one, str) for one in targets)
+        known = type(rank) is int and type(alpha) in (int, float)
+        if not (known and 1 <= rank <= MOST_RANK and 0 < alpha < math.inf):
+            raise InputError(f"{where}: r and lora_alpha must be positive numbers, got {rank!r} and {alpha!r}")
+        if not (named or (isinstance(targets, str) and targets)):
+            raise InputError(f"{where}: target_modules must name linear layers, got {targets!r:.60}")
+        told = tuple(sorted(targets)) if isinstance(targets, list) else str(targets)
+        return cls(rank, float(alpha), told, bool(value.get("use_rslora")), bool(whole))
+
+    def to_json(self, base: str | None = None) -> dict[str, Any]:
+        """Return the configuration in peft's words.
+
+        Args:
+            base: the name of the base, which peft's `Auto…` classes open.
+        """
+        return {
+            "peft_type": "LORA",
+            "task_type": "SEQ_CLS" if self.scores else "CAUSAL_LM",
+            "base_model_name_or_path": base,
+            "bias": "none",
+            "inference_mode": True,
+            "lora_alpha": self.alpha,
+            "lora_dropout": 0.0,
+            "modules_to_save": [HEAD] if self.scores else None,
+            "r": self.rank,
+            "target_modules": list(self.targets) if isinstance(self.targets, tuple) else self.targets,
+            "use_rslora": self.rslora,
+        }
+
+    def refuse_other(self, declared: SavedAdapter, name: str) -> None:
+        """Raise InputError if a stage that continues this adapter declares another one."""
+        for word in ("rank", "alpha", "rslora", *(("targets",) if declared.targets != AUTO else ())):
+            has, declares = getattr(self, word), getattr(declared, word)
+            if has != declares:
+                raise InputError(
+                    f"model {name} has an adapter of {word} {_said(has)}, which the stage continues, but it declares "
+                    f"{word} {_said(declares)}; write {word}: {_said(has)}, or train on a merged model (posttrain "
+                    "export --merged)"
+                )
+
+
+def _said(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"[{', '.join(value)}]"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def refuse_whole_training(model: str) -> None:
+    """Raise InputError: a stage would train a whole model that has an adapter."""
+    raise InputError(
+        f"model {model} has an adapter, but the stage trains whole models; add adapter: {{lora: …}} to the stage, or "
+        "train on a merged model (posttrain export --merged)"
+    )
+
+
+def base_files(files: Mapping[str, F]) -> dict[str, F]:
+    """Return the files of a model without those of its adapter."""
+    return {name: file for name, file in files.items() if not name.startswith(f"{FOLDER}/")}
+
+
+def has_adapter(files: Mapping[str, Any]) -> bool:
+    """Return whether a model's folder has an adapter."""
+    return f"{FOLDER}/{CONFIG}" in files
+
+
+def extended(base: Mapping[str, F], added: Mapping[str, F]) -> dict[str, F]:
+    """Return the files of a model with an adapter: those of `base` without any earlier adapter, and those of `added`.
+
+    Raises:
+        IntegrityError: a file of `added` is not a file of an adapter, or one is missing.
+    """
+    wanted = {f"{FOLDER}/{CONFIG}", f"{FOLDER}/{WEIGHTS}"}
+    if added.keys() != wanted:
+        raise IntegrityError(
+            f"an adapter must consist of {', '.join(sorted(wanted))}, got {', '.join(sorted(added))[:200]}"
+        )
+    return {**base_files(base), **added}
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterSize:
+    """The size of an adapter, for the planner."""
+
+    rank: int
+    targets: tuple[str, ...] = ()  # empty: all linear layers of the decoder layers
+
+    def parameters(self, layer: Mapping[str, tuple[int, int]], layers: int) -> int:
+        """Return the number of an adapter's parameters.
+
+        Args:
+            layer: name → outputs and inputs of each linear layer of one decoder layer.
+            layers: number of decoder layers.
+        """
+        chosen = [shape for name, shape in layer.items() if not self.targets or name in self.targets]
+        return layers * sum(self.rank * (rows + columns) for rows, columns in chosen)
