@@ -31,7 +31,7 @@ from posttrain.engine.models.files import ModelSource, character_tokenizer, init
 from posttrain.engine.models.sharding import Shard, put
 from posttrain.engine.recipes.sft import SFT
 from posttrain.engine.roles.training import TrainWorker
-from posttrain.engine.settings import OptimizerConfig, RuntimeConfig
+from posttrain.engine.settings import LoraConfig, OptimizerConfig, RuntimeConfig
 from posttrain.store.attempts import AttemptFolder
 from posttrain.store.trees import materialise
 
@@ -48,12 +48,12 @@ CONFIG = SFTConfig(
 )
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> ModelSource:
+@pytest.fixture(scope="module", params=[None, LoraConfig(rank=4, alpha=8.0)], ids=["whole", "adapter"])
+def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ModelSource:
     size = InitModelConfig()
     folder = tmp_path_factory.mktemp("model")
     initial_model(size, character_tokenizer(size.characters), 0).save_pretrained(folder)
-    return ModelSource(folder)
+    return ModelSource(folder, adapter=request.param, seed=7)
 
 
 @pytest.fixture(scope="module")
@@ -220,17 +220,20 @@ def test_a_budget_that_ended_a_run_is_raised_on_another_number_of_ranks(
     close(weights(undisturbed, whole), weights(bench, bench.run_id()))
 
 
-def ahead(bench: Workbench) -> None:
+def ahead(bench: Workbench, adapter: dict[str, Any] | None) -> None:
     """GRPO alone, whose rollout works in a pool of its own and one batch ahead."""
     raw = {key: value for key, value in RUN.items() if key not in ("gates", "release")}
     stage = {**RUN["stages"]["grpo"], "model": "base", "steps": 5, "lag": {"steps": 1}}
     stage["placement"] = {"policy": {"cpus": 1}, "rollout": {"cpus": 1}}
-    bench.write("run.yaml", {**raw, "stages": {"grpo": stage}})
+    bench.write("run.yaml", {**raw, "stages": {"grpo": {**stage, **({"adapter": adapter} if adapter else {})}}})
 
 
-def test_sampling_ahead_runs_beside_training_and_survives_a_kill(template: Workbench, tmp_path: Path) -> None:
+@pytest.mark.parametrize("adapter", [None, {"lora": {"rank": 4, "alpha": 8}}], ids=["whole", "adapter"])
+def test_sampling_ahead_runs_beside_training_and_survives_a_kill(
+    adapter: dict[str, Any] | None, template: Workbench, tmp_path: Path
+) -> None:
     whole = template.copy(tmp_path / "whole")
-    ahead(whole)
+    ahead(whole, adapter)
     whole.run("run", "run.yaml")
     (attempt,) = whole.attempts(whole.run_id())
     spans = [fact for fact in whole.facts(attempt) if isinstance(fact, Span)]
@@ -245,7 +248,7 @@ def test_sampling_ahead_runs_beside_training_and_survives_a_kill(template: Workb
     assert len(metrics) == 5
     assert all(0 < values["lag/ess"] <= 1 + 1e-9 for values in metrics)
     killed = template.copy(tmp_path / "killed")
-    ahead(killed)
+    ahead(killed, adapter)
     mark = tmp_path / "died"
     killed.run("run", "run.yaml", env={"POSTTRAIN_CRASHPOINT": "train.step@5", "POSTTRAIN_CRASHPOINT_ONCE": str(mark)})
     assert mark.exists()

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from posttrain.engine.algorithms.objectives import Totals
+from posttrain.engine.algorithms.objectives import SupervisedObjective, Totals
 from posttrain.engine.batch import Document, TokenBatch
 from posttrain.engine.config import (
     CISPOConfig,
@@ -30,9 +30,12 @@ from posttrain.engine.config import (
     KTOConfig,
     SFTConfig,
 )
+from posttrain.engine.groups.port import RankContext
+from posttrain.engine.models.adapters import attach, trained_parameters
 from posttrain.engine.models.files import LabelledRow, character_tokenizer, initial_model
 from posttrain.engine.models.language_model import adopt_module
 from posttrain.engine.models.logprobs import predict
+from posttrain.engine.models.sharding import canonical
 from posttrain.engine.recipes.algorithm import Algorithm, ScoredGroup
 from posttrain.engine.recipes.cispo import CISPO
 from posttrain.engine.recipes.dpo import DPO
@@ -41,11 +44,14 @@ from posttrain.engine.recipes.grpo import GRPO
 from posttrain.engine.recipes.gspo import GSPO
 from posttrain.engine.recipes.kto import KTO
 from posttrain.engine.recipes.sft import SFT
+from posttrain.engine.roles.training import TorchEngine
 from posttrain.engine.samples import Prompt, Trajectory, groups_of
+from posttrain.engine.settings import LoraConfig, OptimizerConfig, RuntimeConfig
 from posttrain.sandbox.port import Score
 
 pytestmark = pytest.mark.ecosystem
 trl = pytest.importorskip("trl")
+peft = pytest.importorskip("peft")
 LETTERS = "abcdefghij"
 LIMIT, SAMPLES, CLIP = 12, 4, (0.2, 0.28)
 BETA = 0.3
@@ -148,7 +154,7 @@ def sampled_batch(policy: Any, made: Sequence[Sequence[int]], algorithm: Any) ->
     return batch
 
 
-def trl_policy(tmp_path: Path, made: Sequence[Sequence[int]], policy: Any, **options: Any) -> Any:
+def trl_policy(tmp_path: Path, made: Sequence[Sequence[int]], policy: Any, adapter: Any = None, **options: Any) -> Any:
     """TRL's trainer, which is given these responses."""
     from datasets import Dataset
 
@@ -167,7 +173,7 @@ def trl_policy(tmp_path: Path, made: Sequence[Sequence[int]], policy: Any, **opt
     ))  # fmt: skip
     return trl.GRPOTrainer(
         model=copy.deepcopy(policy), reward_funcs=reward, args=config, processing_class=TOKENIZER,
-        train_dataset=Dataset.from_list([{"prompt": p} for p in PROMPTS]), rollout_func=rollout,
+        train_dataset=Dataset.from_list([{"prompt": p} for p in PROMPTS]), rollout_func=rollout, peft_config=adapter,
     )  # fmt: skip
 
 
@@ -337,3 +343,110 @@ def test_kto(labels: tuple[bool, ...], seeds: tuple[int, int], tmp_path: Path) -
     objective = update.objective(Totals.of(batch, rows_only, update.objective(Totals.ones()).denominators))
     mine = objective(rows_only, predict(adopt_module(trainer.model), rows_only, objective.needs)).loss
     agree(trainer.model, theirs, mine)
+
+
+# --- adapters ---------------------------------------------------------------------------------------------------------
+
+SFT_ROWS = [{"prompt": "abc", "completion": "cba"}, {"prompt": "j", "completion": "abcdefg"}]
+LORA: dict[str, Any] = {"r": 3, "lora_alpha": 5, "target_modules": ["q_proj", "v_proj", "down_proj"]}
+
+
+def adapter_of(module: nn.Module, scale: float) -> dict[str, Tensor]:
+    """The parameters of peft's adapter, moved a little: with B at 0, A has no gradient."""
+    found = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    assert found
+    assert all(".lora_" in name for name in found)
+    draw = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for weight in found.values():
+            weight.add_(scale * torch.randn(weight.shape, generator=draw))
+    return found
+
+
+def sft_trainer(tmp_path: Path, **options: Any) -> Any:
+    from datasets import Dataset
+
+    config = trl.SFTConfig(
+        **quiet(tmp_path, per_device_train_batch_size=2, completion_only_loss=True, max_length=None, **options)
+    )
+    return trl.SFTTrainer(
+        model=weights(), args=config, train_dataset=Dataset.from_list(SFT_ROWS), processing_class=TOKENIZER,
+        peft_config=peft.LoraConfig(**LORA),
+    )  # fmt: skip
+
+
+def sft_batch() -> list[Document]:
+    return [Document(ids(r["prompt"]), [*ids(r["completion"]), TOKENIZER.eos_token_id]) for r in SFT_ROWS]
+
+
+def test_sft_with_an_adapter_of_peft(tmp_path: Path) -> None:
+    trainer = sft_trainer(tmp_path)
+    adapter_of(trainer.model, 0.2)
+    theirs = trainer.compute_loss(trainer.model, collated(list(trainer.train_dataset), trainer))
+    module = trainer.model.get_base_model()
+    agree(trainer.model, theirs, ours(module, SFT(SFTConfig(data="d", steps=1)), TokenBatch.pack(sft_batch()), {}))
+
+
+def test_dpo_with_an_adapter_of_peft(tmp_path: Path) -> None:
+    """TRL's reference is the base with the adapter switched off; ours is the adapter of the start, whose B is 0."""
+    from datasets import Dataset
+
+    rows = [{"prompt": "abc", "chosen": "cba", "rejected": "abcabc"}, {"prompt": "j", "chosen": "ab", "rejected": "j"}]
+    config = trl.DPOConfig(**quiet(tmp_path, per_device_train_batch_size=2, beta=0.4, max_length=None))
+    trainer = trl.DPOTrainer(
+        model=weights(), args=config, train_dataset=Dataset.from_list(rows), processing_class=TOKENIZER,
+        peft_config=peft.LoraConfig(**LORA),
+    )  # fmt: skip
+    adapter_of(trainer.model, 0.2)
+    theirs = trainer._compute_loss(trainer.model, collated(list(trainer.train_dataset), trainer), False)
+    end = TOKENIZER.eos_token_id
+    batch = TokenBatch.pack(
+        [Document(ids(r["prompt"]), [*ids(r[side]), end]) for r in rows for side in ("chosen", "rejected")], unit=2
+    )
+    made = DPO(DPOConfig(data="d", steps=1, batch_size=2, beta=0.4))
+    columns = {"reference_logprobs": logprobs(weights(), batch)}
+    agree(trainer.model, theirs, ours(trainer.model.get_base_model(), made, batch, columns))
+
+
+def test_grpo_with_an_adapter_of_peft(tmp_path: Path) -> None:
+    """The policy samples with the base, whose adapter is 0, and is compared with it: that is the reference."""
+    algorithm, policy, made = grpo("token-mean", "k3"), weights(), responses()
+    trainer = trl_policy(tmp_path, made, policy, peft.LoraConfig(**LORA), loss_type="dapo", **K3)
+    trainer.model.train()
+    trainer.current_gradient_accumulation_steps = 1
+    given = trainer._generate_and_score_completions([{"prompt": p} for p in PROMPTS for _ in range(SAMPLES)])
+    batch = sampled_batch(policy, made, algorithm)
+    adapter_of(trainer.model, 0.2)
+    theirs = trainer._compute_loss(trainer.model, given)
+    module = trainer.model.get_base_model()
+    agree(trainer.model, theirs, ours(module, algorithm, batch, {"reference_logprobs": logprobs(policy, batch)}))
+
+
+def test_three_updates_of_an_adapter_are_those_of_trl_and_peft(tmp_path: Path) -> None:
+    rate, decay, limit = 3e-2, 0.1, 0.5
+    trainer = sft_trainer(
+        tmp_path, max_steps=3, learning_rate=rate, weight_decay=decay, max_grad_norm=limit, adam_beta2=0.95,
+        lr_scheduler_type="constant",
+    )  # fmt: skip
+    own = weights()
+    attach(own, LoraConfig(rank=3, alpha=5.0, targets=("q_proj", "v_proj", "down_proj")), seed=0)
+    theirs = adapter_of(trainer.model, 0.2)
+    mine = dict(trained_parameters(own))
+    with torch.no_grad():
+        for name, weight in theirs.items():
+            mine[canonical(name).removeprefix("base_model.model.")].copy_(weight)
+    before = {name: weight.detach().clone() for name, weight in mine.items()}
+    trainer.train()
+    optimizer = OptimizerConfig(
+        learning_rate=rate, betas=(0.9, 0.95), weight_decay=decay, max_grad_norm=limit, warmup_steps=0,
+        schedule="constant",
+    )  # fmt: skip
+    engine = TorchEngine(RankContext(), adopt_module(own), optimizer, RuntimeConfig(), steps=3, seed=0)
+    batch = TokenBatch.pack(sft_batch())
+    for step in range(3):
+        engine.step(batch, SupervisedObjective(Totals.of(batch)), step=step)
+    for name, weight in theirs.items():
+        found = mine[canonical(name).removeprefix("base_model.model.")]
+        moved = float((weight - before[canonical(name).removeprefix("base_model.model.")]).abs().max())
+        assert moved > rate, "three updates were made"
+        torch.testing.assert_close(found, weight, atol=2e-4 * moved, rtol=0)
