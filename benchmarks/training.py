@@ -19,9 +19,12 @@ ends a response; mean reward, response length and the share of groups without si
 groups out of the update, starts from the log-probabilities its sampler recorded, computes a prompt once for its group
 when sampling, drops finished rows and does not pad.
 
+`sft-lora` and `grpo-lora` train an adapter of rank 16 on all linear layers of the decoder layers on both sides, TRL's
+by peft.
+
 The bound is the least time for the useful work at the GEMM rate measured in this process: 6 FLOP per weight and trained
-token, 2 per weight and generated token, attention on top; a prompt counts once per group when sampling, and once per
-trained document in the update.
+token (4 with a frozen base: no gradient of its weights), 2 per weight and generated token, attention on top; a prompt
+counts once per group when sampling, and once per trained document in the update.
 """
 
 from __future__ import annotations
@@ -45,11 +48,13 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset
+from peft import LoraConfig as PeftLoraConfig
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from trl import GRPOConfig as TrlGRPOConfig, GRPOTrainer, SFTConfig as TrlSFTConfig, SFTTrainer
 
@@ -64,17 +69,23 @@ from posttrain.engine.config import GRPOConfig, InitModelConfig, SFTConfig, Trac
 from posttrain.engine.loop.controller import FromRows
 from posttrain.engine.loop.on_policy import OnPolicy
 from posttrain.engine.loop.recipe import Recipe
+from posttrain.engine.models.adapters import attach, linear_layers
 from posttrain.engine.models.files import character_tokenizer, initial_model
-from posttrain.engine.models.language_model import adopt_module
+from posttrain.engine.models.language_model import LanguageModel, adopt_module
 from posttrain.engine.recipes.grpo import GRPO
 from posttrain.engine.recipes.sft import SFT
 from posttrain.engine.samples import Prompt
 from posttrain.engine.scores import RewardScorer
-from posttrain.engine.settings import OptimizerConfig, PolicyGradientOptimizerConfig
+from posttrain.engine.settings import LoraConfig, OptimizerConfig, PolicyGradientOptimizerConfig
 from posttrain.engine.trace import Trace
 from posttrain.sandbox.port import ScriptedReward
 
-TARGETS = {"sft": 2.0, "grpo": 2.6}  # minimum ratio to TRL's rate, for the small model
+TARGETS = {
+    "sft": 2.0,
+    "grpo": 2.6,
+    "sft-lora": 2.0,
+    "grpo-lora": 2.0,
+}  # minimum ratio to TRL's rate, for the small model
 GOALS = {"grpo": 3.0}  # future targets, reported and not judged
 SIZES = {
     "1m": InitModelConfig(hidden_size=128, intermediate_size=384, layers=4, heads=4, kv_heads=2, context_length=512),
@@ -96,6 +107,7 @@ class Scale:
     teaching_steps: int = TEACHING_STEPS
 
 
+LORA = LoraConfig(rank=16, alpha=32.0)
 EVEN = 80  # tokens of a document of `sft-even`
 LARGE = Scale(prompts=8, sft_steps=2, grpo_steps=2, teaching_steps=60)  # for 24 M parameters: a round takes minutes
 TINY = Scale(documents=4, prompts=2, samples=2, new_tokens=8, sft_steps=1, grpo_steps=1, teaching_steps=2)
@@ -136,12 +148,34 @@ def timed_steps(recipe: Recipe, steps: int) -> tuple[float, list[dict[str, float
     return (time.process_time() - start) / steps, reports
 
 
-def training_flops(model: PreTrainedModel, lengths: Sequence[int], *, passes: int = 3) -> float:
-    """Forward and backward (`passes=3`) or forward only (1) over documents: dense products and causal attention."""
+def training_flops(
+    model: PreTrainedModel, lengths: Sequence[int], *, passes: int = 3, lora: LoraConfig | None = None
+) -> float:
+    """Forward and backward (`passes=3`) or forward only (1) over documents: dense products and causal attention.
+
+    With an adapter, the backward pass computes no gradient of the base.
+    """
     config = model.config
     weights = sum(p.numel() for p in model.parameters() if p.ndim == 2)
     per_pair = 4 * config.num_hidden_layers * config.num_attention_heads * config.head_dim
-    return passes * sum(2 * weights * n + per_pair * n * (n + 1) / 2 for n in lengths)
+    of_weights = passes * 2 * weights if lora is None else min(passes, 2) * 2 * weights
+    return sum(of_weights * n + passes * per_pair * n * (n + 1) / 2 for n in lengths)
+
+
+def prepared(module: PreTrainedModel, lora: LoraConfig | None) -> LanguageModel:
+    """Return a copy of the weights, with an adapter if one is to be trained."""
+    own = copy.deepcopy(module)
+    if lora is not None:
+        attach(own, lora, seed=0)
+    return adopt_module(own)
+
+
+def of_peft(module: PreTrainedModel, lora: LoraConfig | None) -> Any:
+    """Return the same adapter for TRL; None: the whole model is trained."""
+    if lora is None:
+        return None
+    names = list(linear_layers(module))
+    return PeftLoraConfig(r=lora.rank, lora_alpha=lora.alpha, lora_dropout=0.0, target_modules=names)
 
 
 # ---------------------------------------------------------------- SFT
@@ -162,16 +196,20 @@ def sft_documents(vocabulary: int, scale: Scale, even: int | None = None) -> lis
     return documents
 
 
-def sft_ours(module: PreTrainedModel, documents: Sequence[Document], scale: Scale) -> Run:
+def sft_ours(module: PreTrainedModel, documents: Sequence[Document], scale: Scale, lora: LoraConfig | None) -> Run:
     config = SFTConfig(data="x", steps=scale.sft_steps + 1, batch_size=scale.documents, optimizer=OPTIMIZER)
-    model = adopt_module(copy.deepcopy(module))
+    model = prepared(module, lora)
     recipe = FromRows(config, SFT(config), open_learner(config, model, 0, one_process()), documents, 0)
     seconds, reports = timed_steps(recipe, scale.sft_steps)
     return Run(seconds, statistics.mean(r["loss"] for r in reports))
 
 
 def sft_trl(
-    module: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, documents: Sequence[Document], scale: Scale
+    module: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    documents: Sequence[Document],
+    scale: Scale,
+    lora: LoraConfig | None,
 ) -> Run:
     rows = [
         {
@@ -196,6 +234,7 @@ def sft_trl(
             train_dataset=Dataset.from_list(rows),
             processing_class=tokenizer,
             callbacks=[clock],
+            peft_config=of_peft(module, lora),
         )
         return Run(seconds_of(trainer, clock), mean_loss(trainer))
 
@@ -207,7 +246,12 @@ Rows = Sequence[dict[str, str]]
 
 
 def grpo_recipe(
-    module: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, rows: Rows, scale: Scale, trace: TraceConfig
+    module: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    rows: Rows,
+    scale: Scale,
+    trace: TraceConfig,
+    lora: LoraConfig | None,
 ) -> OnPolicy:
     """Return Posttrain's recipe, on a copy of the weights."""
     config = GRPOConfig(
@@ -224,12 +268,14 @@ def grpo_recipe(
     reward = ScriptedReward(
         lambda call: [exact(c, r["answer"]) for c, r in zip(call.completions, call.rows, strict=True)]
     )
-    roles = open_roles(config, adopt_module(copy.deepcopy(module)), 0, one_process())
+    roles = open_roles(config, prepared(module, lora), 0, one_process())
     return OnPolicy(config, GRPO(config), roles, prompts, RewardScorer(reward, tokenizer), 0)
 
 
-def grpo_ours(module: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, rows: Rows, scale: Scale) -> Run:
-    seconds, reports = timed_steps(grpo_recipe(module, tokenizer, rows, scale, TraceConfig()), scale.grpo_steps)
+def grpo_ours(
+    module: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, rows: Rows, scale: Scale, lora: LoraConfig | None
+) -> Run:
+    seconds, reports = timed_steps(grpo_recipe(module, tokenizer, rows, scale, TraceConfig(), lora), scale.grpo_steps)
     told = ("reward/mean", "response_tokens/mean", "groups/zero_std", "loss")
     means = {name: statistics.mean(r.get(name, 0.0) for r in reports) for name in told}  # TRL's, without signal: 0
     note = (
@@ -239,9 +285,11 @@ def grpo_ours(module: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, rows:
     return Run(seconds, means["loss"], note=note)
 
 
-def grpo_flops(module: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, rows: Rows, scale: Scale) -> float:
+def grpo_flops(
+    module: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, rows: Rows, scale: Scale, lora: LoraConfig | None
+) -> float:
     """Return the useful work of a timed step, from the samples of the same steps in an untimed run."""
-    recipe, facts = grpo_recipe(module, tokenizer, rows, scale, TraceConfig(groups="all")), list[Fact]()
+    recipe, facts = grpo_recipe(module, tokenizer, rows, scale, TraceConfig(groups="all"), lora), list[Fact]()
     for step in range(scale.grpo_steps + 1):
         recipe.step(step, Trace(facts.append, step))
     samples = [fact for fact in facts if isinstance(fact, Sample) and fact.step > 0]
@@ -251,10 +299,12 @@ def grpo_flops(module: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, rows
     sampling = training_flops(module, prompts, passes=1) + training_flops(module, [n - 1 for n in lengths], passes=1)
     sampling -= training_flops(module, [len(s.prompt_tokens) for s in samples], passes=1)
     trained = [n for n, sample in zip(lengths, samples, strict=True) if sample.fate.startswith("update")]
-    return (sampling + training_flops(module, trained)) / scale.grpo_steps
+    return (sampling + training_flops(module, trained, lora=lora)) / scale.grpo_steps
 
 
-def grpo_trl(module: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, rows: Rows, scale: Scale) -> Run:
+def grpo_trl(
+    module: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, rows: Rows, scale: Scale, lora: LoraConfig | None
+) -> Run:
     def reward(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
         return [exact(c[0]["content"], a) for c, a in zip(completions, answer, strict=True)]
 
@@ -284,6 +334,7 @@ def grpo_trl(module: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, rows: 
             train_dataset=Dataset.from_list(data),
             processing_class=tokenizer,
             callbacks=[clock],
+            peft_config=of_peft(module, lora),
         )
         return Run(seconds_of(trainer, clock), mean_loss(trainer))
 
@@ -321,15 +372,16 @@ def compare_sft(
     documents: Sequence[Document],
     scale: Scale,
     rounds: int,
+    lora: LoraConfig | None = None,
 ) -> Result:
     """Compare both sides on the same documents."""
     lengths = [len(d.prompt) + len(d.response) for d in documents]
-    flops = training_flops(module, lengths) / (scale.sft_steps + 1)
+    flops = training_flops(module, lengths, lora=lora) / (scale.sft_steps + 1)
     note = f"{statistics.mean(lengths):.0f} tokens per document, longest {max(lengths)}"
     return compare(
         name,
-        lambda: replace(sft_ours(module, documents, scale), note=note),
-        lambda: sft_trl(module, tokenizer, documents, scale),
+        lambda: replace(sft_ours(module, documents, scale, lora), note=note),
+        lambda: sft_trl(module, tokenizer, documents, scale, lora),
         rounds,
         scale.documents,
         flops,
@@ -341,16 +393,20 @@ def measure(rounds: int, scale: Scale, size: InitModelConfig) -> list[Result]:
     tokenizer = character_tokenizer(size.characters)
     module = initial_model(size, tokenizer, seed=0)
     half = replace(scale, documents=max(1, scale.documents // 2))
+    documents = sft_documents(len(tokenizer), scale)
     results = [
-        compare_sft("sft", module, tokenizer, sft_documents(len(tokenizer), scale), scale, rounds),
+        compare_sft("sft", module, tokenizer, documents, scale, rounds),
         compare_sft("sft-even", module, tokenizer, sft_documents(len(tokenizer), half, EVEN), half, rounds),
+        compare_sft("sft-lora", module, tokenizer, documents, scale, rounds, LORA),
     ]
     teach(module, tokenizer, scale.teaching_steps)
     rng = random.Random(3)
     rows = [task(rng) for _ in range(scale.prompts * (scale.grpo_steps + 1))]
-    work = (module, tokenizer, rows, scale)
-    grpo = compare("grpo", lambda: grpo_ours(*work), lambda: grpo_trl(*work), rounds, 1, grpo_flops(*work))
-    return [*results, grpo]
+    for name, lora in (("grpo", None), ("grpo-lora", LORA)):
+        work = (module, tokenizer, rows, scale, lora)
+        ours, theirs = partial(grpo_ours, *work), partial(grpo_trl, *work)
+        results.append(compare(name, ours, theirs, rounds, 1, grpo_flops(*work)))
+    return results
 
 
 def main() -> None:
@@ -366,12 +422,12 @@ def main() -> None:
     logging.disable(logging.WARNING)
     scale = TINY if options.tiny else LARGE if options.size == "24m" else Scale()
     results = measure(1 if options.tiny else options.rounds, scale, SIZES[options.size])
-    units = {"sft": "documents/s", "sft-even": "documents/s", "grpo": "steps/s"}
-    print(f"{'task':<8} {'TRL':>8} {'Posttrain':>10}  {'unit':<12} {'ratio (min-max)':<20} {'bound':>8} {'reached':>8}")
+    units = {r.task: "steps/s" if r.task.startswith("grpo") else "documents/s" for r in results}
+    print(f"{'task':<9} {'TRL':>8} {'Posttrain':>10}  {'unit':<12} {'ratio (min-max)':<20} {'bound':>8} {'reached':>8}")
     for r in results:
         spread = f"{r.ratio:.2f}x ({r.lowest:.2f}-{r.highest:.2f})"
         print(
-            f"{r.task:<8} {r.trl:>8.2f} {r.ours:>10.2f}  {units[r.task]:<12} {spread:<20} "
+            f"{r.task:<9} {r.trl:>8.2f} {r.ours:>10.2f}  {units[r.task]:<12} {spread:<20} "
             f"{r.bound:>8.2f} {r.share_of_bound:>8.0%}   {r.note}; loss {r.loss_ours:.3f} / TRL {r.loss_trl:.3f}"
         )
     if options.json:

@@ -26,7 +26,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from posttrain.engine.models.adapters import adapter_weights, attach
+from posttrain.engine.models.adapters import adapter_weights, attach, linear_layers
 from posttrain.engine.settings import LoraConfig
 
 torch.set_num_threads(1)  # these models are far too small to share their work between threads
@@ -117,7 +117,7 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     "mistral": _mistral,
 }
 NATIVE = ("llama", "qwen2", "qwen3")  # families that the hand-written decoder takes
-ADAPTED = ("qwen3-lora1", "llama-lora8", "qwen2-lora16")  # with an adapter of this rank
+ADAPTED = ("qwen3-lora1", "llama-lora8", "qwen2-lora16+head")  # with an adapter of this rank, also of the output head
 
 
 def build(family: str, *, seed: int = 0, attention: str | None = None) -> PreTrainedModel:
@@ -127,7 +127,9 @@ def build(family: str, *, seed: int = 0, attention: str | None = None) -> PreTra
         torch.manual_seed(seed)
         module = FAMILIES[family]()
         if rank:
-            attach(module, LoraConfig(rank=int(rank), alpha=2.0 * int(rank)), seed)
+            rank, _, head = rank.partition("+")
+            targets = (*linear_layers(module), "lm_head") if head else "auto"
+            attach(module, LoraConfig(rank=int(rank), alpha=2.0 * int(rank), targets=targets), seed)
             for layer in module.modules():
                 if found := adapter_weights(layer):
                     found[1].normal_(std=0.1)

@@ -28,6 +28,7 @@ from posttrain.engine.roles.training import TorchEngine
 from posttrain.engine.settings import LoraConfig, OptimizerConfig, RuntimeConfig
 
 LORA = LoraConfig(rank=4, alpha=6.0)
+OF_HEAD = LoraConfig(rank=2, alpha=4.0, targets=("q_proj", "lm_head"))
 BATCH = TokenBatch.pack(
     [Document((5, 9, 7), (11, 4, 30, 2), temperature=1.0), Document((8,), (3, 3, 17), temperature=1.0)]
 )
@@ -86,13 +87,14 @@ def chain_rule(head: str, dtype: torch.dtype, needs: frozenset[Need], lora: Lora
 
 
 @pytest.mark.parametrize(
-    ("dtype", "near"), [(torch.float64, 1e-9), (torch.float32, 2e-4), (torch.bfloat16, 8e-2)], ids=str
+    ("dtype", "near"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 1e-1)], ids=str
 )
 @pytest.mark.parametrize(("head", "needs"), PREDICTED, ids=lambda value: value if isinstance(value, str) else "")
 def test_gradients_are_those_of_the_chain_rule(
     head: str, needs: frozenset[Need], dtype: torch.dtype, near: float
 ) -> None:
-    lora = LORA if head == "language" else LoraConfig(rank=2, alpha=4.0, targets=("q_proj", "down_proj"), rslora=True)
+    scalar = LoraConfig(rank=2, alpha=4.0, targets=("q_proj", "down_proj"), rslora=True)
+    lora = scalar if head != "language" else OF_HEAD if "entropy" in needs else LORA
     expected = chain_rule(head, dtype, needs, lora)
     model = model_of(head, "qwen3", dtype, lora)
     pulled(model, needs).backward()
@@ -101,8 +103,7 @@ def test_gradients_are_those_of_the_chain_rule(
     assert all(p.grad is None for _, p in canonical_parameters(model.module) if not p.requires_grad)
     for name, gradient in found.items():
         assert gradient is not None
-        scale = float(expected[name].abs().max())
-        torch.testing.assert_close(gradient.double(), expected[name], atol=near * scale + 1e-12, rtol=0)
+        assert float((gradient.double() - expected[name]).norm()) <= near * float(expected[name].norm()), name
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -133,10 +134,14 @@ def base_folder(folder: Path, family: str = "qwen3") -> Path:
     return folder
 
 
-@pytest.mark.parametrize("family", ["qwen3", "llama", "gemma2"])
-def test_peft_reads_what_is_written_and_a_merged_model_computes_the_same(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "lora"), [("qwen3", LORA), ("qwen3", OF_HEAD), ("llama", OF_HEAD), ("gemma2", LORA)], ids=str
+)
+def test_peft_reads_what_is_written_and_a_merged_model_computes_the_same(
+    family: str, lora: LoraConfig, tmp_path: Path
+) -> None:
     folder = base_folder(tmp_path / "model", family)
-    model = model_of("language", family, torch.float32)
+    model = model_of("language", family, torch.float32, lora)
     save_model(model, None, folder)
     assert sorted(path.name for path in (folder / FOLDER).iterdir()) == ["adapter_config.json", WEIGHTS]
     ids = torch.tensor([[5, 9, 7, 11, 4, 30]])
@@ -146,7 +151,11 @@ def test_peft_reads_what_is_written_and_a_merged_model_computes_the_same(family:
         torch.testing.assert_close(theirs, mine, atol=1e-5, rtol=0)
         again = load_model(folder)
         assert torch.equal(again.module(ids).logits, mine)
-        torch.testing.assert_close(merge(again.module)(ids).logits, mine, atol=1e-4, rtol=0)
+        merged = adopt_module(merge(again.module))
+        torch.testing.assert_close(merged.module(ids).logits, mine, atol=1e-4, rtol=0)
+        save_model(merged, None, tmp_path / "merged")
+        plain = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+        assert torch.equal(plain(ids).logits, merged.module(ids).logits)
     before = (folder / FOLDER / WEIGHTS).read_bytes()
     save_model(load_model(folder), None, folder)
     assert (folder / FOLDER / WEIGHTS).read_bytes() == before, "equal weights are equal bytes"

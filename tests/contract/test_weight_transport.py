@@ -164,7 +164,7 @@ def in_a_tied_head(apart: Apart, monkeypatch: pytest.MonkeyPatch) -> None:
     def attest(worker: RolloutWorker) -> Any:
         head = engine._weights.embedding.clone()
         flip(head)
-        engine._weights = replace(engine._weights, head=head)
+        engine._weights = replace(engine._weights, head=replace(engine._weights.head, weight=head))
         return honest(worker)
 
     monkeypatch.setattr(RolloutWorker, "attest", attest)
@@ -173,7 +173,8 @@ def in_a_tied_head(apart: Apart, monkeypatch: pytest.MonkeyPatch) -> None:
 def in_a_stale_head(apart: Apart, monkeypatch: pytest.MonkeyPatch) -> None:
     """A packed copy of the head that was made when the engine was opened, and that nobody brings up to date."""
     engine: Any = apart.rollout._engine
-    engine._weights = replace(engine._weights, head=engine._weights.embedding.clone())
+    stale = replace(engine._weights.head, weight=engine._weights.embedding.clone())
+    engine._weights = replace(engine._weights, head=stale)
 
 
 def of_which_one_bucket_is_lost(apart: Apart, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,6 +98,13 @@ def adapter_weights(layer: nn.Module) -> tuple[Tensor, Tensor] | None:
     return low, high
 
 
+def head_adapter(layer: Any, saved: SavedAdapter) -> tuple[nn.Linear, Tensor, float] | None:
+    """Return the layer of A, B and the scale of an output head's adapter, which learn; None: it has none."""
+    if not hasattr(layer, "lora_A"):
+        return None
+    return layer.lora_A[_NAME], layer.lora_B[_NAME].weight, saved.scale
+
+
 def read_adapter(folder: Path) -> SavedAdapter:
     """Return the description of the adapter in a model's folder.
 
@@ -155,7 +162,8 @@ def linear_layers(module: PreTrainedModel) -> tuple[str, ...]:
 def merge(module: PreTrainedModel) -> PreTrainedModel:
     """Add every B A to its base weight, in place, and remove the adapter; return the module.
 
-    The sums are computed in float32 (float64 for float64) and rounded once to the base's dtype.
+    The sums are computed in float32 (float64 for float64) and rounded once to the base's dtype. A tied head with an
+    adapter is untied.
     """
     saved = attached(module)
     assert saved is not None, "the module has an adapter"
@@ -164,6 +172,9 @@ def merge(module: PreTrainedModel) -> PreTrainedModel:
             if (found := adapter_weights(part)) is None:
                 continue
             base, (low, high) = base_layer(part), found
+            if base.weight is module.get_input_embeddings().weight:  # a head of its own, because only its sum changes
+                base.weight = nn.Parameter(base.weight.detach().clone())
+                module.config.get_text_config().tie_word_embeddings = module.config.tie_word_embeddings = False
             precise = torch.promote_types(base.weight.dtype, torch.float32)
             base.weight.copy_(base.weight.to(precise) + saved.scale * (high.to(precise) @ low.to(precise)))
             parent, _, leaf = name.rpartition(".")

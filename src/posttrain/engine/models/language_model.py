@@ -20,6 +20,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedConfig, P
 
 from posttrain.domain.errors import InputError
 from posttrain.engine.batch import TokenBatch
+from posttrain.engine.models.adapters import attached, base_layer, head_adapter
 from posttrain.engine.models.backbone import (
     Backbone,
     Forward,
@@ -35,15 +36,28 @@ _BLOCK = 2**24  # number of half-precision head weights that are widened at a ti
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OutputHead:
-    """Logits as a function of the last hidden state: softcap * tanh((W h + b) / softcap), or just W h + b."""
+    """Logits as a function of the last hidden state: softcap * tanh((W h + b) / softcap), or just W h + b.
+
+    A head with an adapter has the weight W + s B A, which is never formed.
+    """
 
     layer: nn.Linear
     softcap: float | None
+    adapter: tuple[nn.Linear, Tensor, float] | None = None  # the layer of A, B [vocabulary, rank], and s
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits, [N, hidden] → [N, vocabulary]; see `float32_logits`."""
         logits = float32_logits(hidden, self.layer.weight, self.layer.bias)
+        if (low := self.low(hidden)) is not None:
+            logits = logits + float32_logits(*low)
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+
+    def low(self, hidden: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Return s A h, [N, rank], and B, whose product is added to W h; None: there is no adapter."""
+        if self.adapter is None:
+            return None
+        down, up, scale = self.adapter
+        return down(hidden) * scale, up
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -122,19 +136,21 @@ def _logits(module: PreTrainedModel) -> Forward:
 
 def _find_head(module: PreTrainedModel) -> OutputHead | None:
     """Return the output head, if W h + b (soft-capped or not) reproduces the module's logits; else None."""
-    layer = module.get_output_embeddings()
+    found, saved = module.get_output_embeddings(), attached(module)
+    layer = base_layer(found) if saved else found
     if type(layer) is not nn.Linear:
         return None
-    head = OutputHead(layer, getattr(module.config.get_text_config(), "final_logit_softcapping", None))
+    softcap = getattr(module.config.get_text_config(), "final_logit_softcapping", None)
+    head = OutputHead(layer, softcap, head_adapter(found, saved) if saved else None)
     tokens = probe_documents(module)[0][None]
     inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "use_cache": False}
     with torch.no_grad():
         try:
             wanted = _logits(module)(**inputs)
-            found = head.logits(last_hidden_states(module)(**inputs)[0])[None]
+            computed = head.logits(last_hidden_states(module)(**inputs)[0])[None]
         except (TypeError, AttributeError, RuntimeError, ValueError):
             return None
-    return head if agree(found.to(wanted.dtype), wanted) else None
+    return head if agree(computed.to(wanted.dtype), wanted) else None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

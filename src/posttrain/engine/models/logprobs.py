@@ -245,9 +245,10 @@ def chunked_logprobs(
     The weight's gradient is summed over chunks in float32 and rounded once, at the end.
     """
     weight, bias = head.layer.weight, head.layer.bias
+    low, up = head.low(hidden) or (None, None)
     rows = chunk or chunk_rows(*weight.shape)
     result: tuple[Tensor, Tensor] = _ChunkedLogprobs.apply(
-        hidden, weight, bias, targets, temperature, head.softcap, rows, entropy
+        hidden, weight, bias, low, up, targets, temperature, head.softcap, rows, entropy
     )  # type: ignore[no-untyped-call]
     return result
 
@@ -263,7 +264,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
 
     d log p_y / dz = onehot(y) - p,   dH / dz = -p (log p + H).
 
-    A row may have several y, [N, K]; their gradients add up.
+    A row may have several y, [N, K]; their gradients add up. With an adapter of the head, z has the further summand
+    `low` upᵀ.
     """
 
     @staticmethod
@@ -272,6 +274,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
+        low: Tensor | None,
+        up: Tensor | None,
         targets: Tensor,
         temperature: float | Tensor,
         softcap: float | None,
@@ -283,27 +287,31 @@ class _ChunkedLogprobs(torch.autograd.Function):
         normalisers, entropies = (logprobs.new_zeros(len(hidden)) for _ in range(2))
         for start in range(0, len(hidden), rows):
             part = slice(start, start + rows)
-            scaled, _ = _scaled_logits(hidden[part], weight, bias, _at(temperature, part), softcap)
+            added = None if low is None or up is None else (low[part], up)
+            scaled, _ = _scaled_logits(hidden[part], weight, bias, added, _at(temperature, part), softcap)
             normalisers[part] = scaled.logsumexp(-1)
             logprobs[part] = scaled.gather(1, targets[part]) - normalisers[part, None]
             if entropy:
                 entropies[part] = normalisers[part] - ((scaled - normalisers[part, None]).exp_() * scaled).sum(-1)
-        ctx.save_for_backward(hidden, weight, bias, targets, normalisers, entropies)
+        ctx.save_for_backward(hidden, weight, bias, low, up, targets, normalisers, entropies)
         ctx.settings = (temperature, softcap, rows, entropy)
         return logprobs, entropies
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, normalisers, entropies = ctx.saved_tensors
+        hidden, weight, bias, low, up, targets, normalisers, entropies = ctx.saved_tensors
         temperature, softcap, rows, entropy = ctx.settings
         of_logprobs, of_entropies = gradients
         precise = normalisers.dtype
         d_hidden = torch.empty_like(hidden)
         d_weight = torch.zeros_like(weight, dtype=precise) if ctx.needs_input_grad[1] else None  # not of a frozen head
         d_bias = None if bias is None else torch.zeros_like(bias, dtype=precise)
+        d_low = None if low is None else torch.empty_like(low)
+        d_up = None if up is None else torch.zeros_like(up, dtype=precise)
         for start in range(0, len(hidden), rows):
             part = slice(start, start + rows)
-            scaled, slope = _scaled_logits(hidden[part], weight, bias, _at(temperature, part), softcap)
+            added = None if low is None else (low[part], up)
+            scaled, slope = _scaled_logits(hidden[part], weight, bias, added, _at(temperature, part), softcap)
             logp = scaled.sub_(normalisers[part, None])
             probabilities = logp.exp()
             d_scaled = probabilities * -of_logprobs[part].sum(1, keepdim=True)
@@ -314,11 +322,13 @@ class _ChunkedLogprobs(torch.autograd.Function):
             d_hidden[part] = d_logits @ weight
             if d_weight is not None:
                 _add_product(d_weight, d_logits, hidden[part])
+            if d_low is not None and d_up is not None:
+                d_low[part] = d_logits @ up
+                _add_product(d_up, d_logits, low[part])
             if d_bias is not None:
                 d_bias += d_logits.sum(0, dtype=precise)
-        rounded = None if d_bias is None else d_bias.to(weight.dtype)
-        rounded_weight = None if d_weight is None else d_weight.to(weight.dtype)
-        return d_hidden, rounded_weight, rounded, None, None, None, None, None
+        of_weight, of_bias, of_up = (None if one is None else one.to(weight.dtype) for one in (d_weight, d_bias, d_up))
+        return d_hidden, of_weight, of_bias, d_low, of_up, None, None, None, None, None
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
@@ -330,10 +340,21 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def _scaled_logits(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float | Tensor, softcap: float | None
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    added: tuple[Tensor, Tensor] | None,
+    temperature: float | Tensor,
+    softcap: float | None,
 ) -> tuple[Tensor, Tensor | float]:
-    """Return soft-capped logits divided by the temperature, in float32, and their derivative in the raw logits."""
+    """Return soft-capped logits divided by the temperature, in float32, and their derivative in the raw logits.
+
+    Args:
+        added: two factors whose product is added to the logits: [N, rank] and [vocabulary, rank].
+    """
     logits = float32_logits(hidden, weight, bias)
+    if added is not None:
+        logits += float32_logits(*added)
     if isinstance(temperature, Tensor):
         temperature = temperature.to(logits.dtype)
     if softcap is None:

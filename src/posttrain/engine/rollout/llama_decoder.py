@@ -32,6 +32,7 @@ from posttrain.domain.adapters import SavedAdapter
 from posttrain.domain.errors import IntegrityError
 from posttrain.engine.models.adapters import adapter_weights, attached, base_layer
 from posttrain.engine.models.language_model import LanguageModel, float32_logits
+from posttrain.engine.models.sharding import canonical
 from posttrain.engine.rollout.page_attention import (
     attend_packed_prompts,
     attend_prompts,
@@ -97,7 +98,11 @@ class LowRank:
 
     def added(self, y: Tensor, x: Tensor) -> Tensor:
         """Return y + s · up (down x)."""
-        return torch.addmm(y, F.linear(x, self.down).mul_(self.scale), self.transposed)
+        return torch.addmm(y, self.lowered(x), self.transposed)
+
+    def lowered(self, x: Tensor) -> Tensor:
+        """Return s · down x."""
+        return F.linear(x, self.down).mul_(self.scale)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -141,7 +146,7 @@ class FusedWeights:
     layers: tuple[LayerWeights, ...]
     embedding: Tensor  # [vocabulary, hidden]
     final_norm: Tensor
-    head: Tensor  # [vocabulary, hidden]; the embedding itself when tied
+    head: FusedLinear  # [vocabulary, hidden]; the embedding itself when tied
     module: PreTrainedModel
     addresses: dict[str, int]  # parameter name → address right after fusing
 
@@ -165,6 +170,8 @@ class FusedWeights:
             for fused in (layer.qkv, layer.output, layer.gate_up, layer.down):
                 if fused.low is not None:
                     fused.low.refresh()
+        if self.head.low is not None:
+            self.head.low.refresh()
 
     def views(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors that the decoder reads, split into the module's tensors, by name."""
@@ -187,7 +194,9 @@ class FusedWeights:
                 sizes = [base_layer(getattr(part, name)).out_features for name in names]
                 yield from fused.views([f"{place}.{name}" for name in names], sizes)
         yield "model.norm.weight", self.final_norm
-        yield "lm_head.weight" if "lm_head.weight" in self.addresses else "model.embed_tokens.weight", self.head
+        own = {canonical(name) for name in self.addresses}
+        for name, tensor in self.head.views(["lm_head"], [len(self.head.weight)]):
+            yield name if name in own else "model.embed_tokens.weight", tensor
 
 
 def why_not_fusable(module: PreTrainedModel) -> str | None:
@@ -205,7 +214,7 @@ def why_not_fusable(module: PreTrainedModel) -> str | None:
         "pretraining_tp": getattr(config, "pretraining_tp", 1) not in (1, None),
         "quantization_config": getattr(config, "quantization_config", None) is not None,
         "final_logit_softcapping": getattr(config, "final_logit_softcapping", None) is not None,
-        "lm_head": module.lm_head.bias is not None,
+        "lm_head": base_layer(module.lm_head).bias is not None,
     }
     return next((name for name, wrong in unsupported.items() if wrong), None) or _altered_part(module)
 
@@ -213,7 +222,7 @@ def why_not_fusable(module: PreTrainedModel) -> str | None:
 def _altered_part(module: PreTrainedModel) -> str | None:
     """Return a linear layer that was replaced by other than an adapter, a hook that the decoder would skip, or None."""
     for name, part in module.named_modules():
-        own = base_layer(part) if name.endswith("_proj") and attached(module) else part
+        own = base_layer(part) if attached(module) else part
         if name.endswith(("_proj", "lm_head")) and type(own) is not nn.Linear:
             return f"{name} is {type(part).__name__}"
         if part._forward_hooks or part._forward_pre_hooks:
@@ -247,7 +256,7 @@ def fuse_weights(module: PreTrainedModel) -> FusedWeights:
         layers=tuple(layers),
         embedding=module.model.embed_tokens.weight.data,
         final_norm=module.model.norm.weight.data,
-        head=module.lm_head.weight.data,
+        head=_fuse([module.lm_head]),
         module=module,
         addresses={name: parameter.data_ptr() for name, parameter in module.named_parameters()},
     )
@@ -469,7 +478,9 @@ class LlamaDecoder:
 
     def _logits(self, x: Tensor) -> Tensor:
         """Return logits in float32, even for weights in bfloat16."""
-        return float32_logits(self._rms_norm(x, self._weights.final_norm), self._weights.head)
+        x, head = self._rms_norm(x, self._weights.final_norm), self._weights.head
+        logits = float32_logits(x, head.weight)
+        return logits if head.low is None else logits.add_(float32_logits(head.low.lowered(x), head.low.up))
 
 
 def _interleaved(pasts: Sequence[Tensor], fresh: Sequence[Tensor]) -> Tensor:
@@ -489,9 +500,9 @@ def _head_dim(config: Any) -> int:
 def _fewest_rows(weights: FusedWeights) -> int:
     """Return the smallest number of rows at which a row of a product always has the same bits, found by trial."""
     layer = weights.layers[0]
-    products = (layer.qkv, layer.output, layer.gate_up, layer.down)
+    products = (layer.qkv, layer.output, layer.gate_up, layer.down, weights.head)
     low = [part for product in products if product.low for part in (product.low.down, product.low.up)]
-    matrices = (*(product.weight for product in products), weights.head, *low)
+    matrices = (*(product.weight for product in products), *low)
     return next(
         (rows for rows in _ROWS_TRIED if all(_rows_agree(matrix, rows) for matrix in matrices)), _ROWS_TRIED[-1]
     )
