@@ -130,7 +130,11 @@ def merged_and_adapter_answer_alike(bench: Workbench, folder: Path, model: str, 
             {"grpo": {"adapter": {"lora": {"rank": 4, "alpha": 8, "dropout": 0.1}}}},
             "lora.dropout must be 0 in this kind",
         ),
-        ({"sft": {"adapter": {"lora": {"r": 4}}}}, "unknown"),
+        ({"sft": {"adapter": {"lora": {"r": 4}}}}, "adapter.lora.r: unknown key (did you mean 'rank'?)"),
+        (
+            {"sft": {"adapter": {"lora": {"targets": ["query"]}}}},
+            "of the model is named query; it has down_proj",
+        ),
     ],
 )
 def test_an_adapter_that_cannot_be_is_refused_by_the_plan(

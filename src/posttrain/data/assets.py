@@ -353,6 +353,16 @@ def inspect_adapter(folder: Path, base: str, digest: str, shapes: Mapping[str, S
     return {"base": base, "rank": saved.rank, "parameters": parameters, "scores": saved.scores}
 
 
+def shapes_on_disk(folder: Path) -> dict[str, list[int]]:
+    """Return the shapes of the tensors of a model's folder, from the headers of its files.
+
+    Raises:
+        InputError: a file is not in safetensors format.
+    """
+    headers = [_header(path) for path in folder.glob("*.safetensors")]
+    return {name: tensor["shape"] for header in headers for name, tensor in header.items()}
+
+
 def shapes_of(blobs: BlobStore, files: Mapping[str, TreeFile]) -> dict[str, list[int]]:
     """Return the shapes of a stored model's tensors, from the headers of its files."""
     found: dict[str, list[int]] = {}

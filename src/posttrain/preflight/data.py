@@ -21,6 +21,7 @@ from typing import Any
 
 from posttrain.control.plan import Count, Planned
 from posttrain.control.release_plan import ADDED, dataset_slots, selects
+from posttrain.data.assets import shapes_of, shapes_on_disk
 from posttrain.data.catalog import external_versions, local_copy
 from posttrain.data.files import data_files, read_file
 from posttrain.data.fit import (
@@ -129,6 +130,14 @@ def model_files(workspace: OpenWorkspace, ref: InputRef, word: str | None, folde
     listing = tree_listing(workspace.blobs, str(ref.digest))
     sizes = {name: file.size for name, file in listing.items()}
     return ModelFiles(sizes, lambda name: workspace.blobs.get(listing[name].digest) if name in listing else None)
+
+
+def weight_shapes(workspace: OpenWorkspace, ref: InputRef, word: str | None, folder: Path) -> dict[str, list[int]]:
+    """Return the shapes of a planned base model's tensors; the arguments and errors are those of `model_files`."""
+    parsed = parse_ref(word, "model") if word is not None else None
+    if parsed is not None and parsed.on_disk:
+        return shapes_on_disk(local_path(parsed, folder))
+    return shapes_of(workspace.blobs, tree_listing(workspace.blobs, str(ref.digest)))
 
 
 def word_of(ref: InputRef, model: str | None) -> str | None:

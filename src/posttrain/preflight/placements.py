@@ -39,7 +39,7 @@ from posttrain.planner.residency import Residency, gib, infeasible, unfit
 from posttrain.planner.shape import Shape
 from posttrain.planner.sizes import Room, Size, expected, unknown_kinds
 from posttrain.preflight.confinement import bytes_of
-from posttrain.preflight.data import Dataset, Lengths, model_files, origin, word_of
+from posttrain.preflight.data import Dataset, Lengths, model_files, origin, weight_shapes, word_of
 from posttrain.preflight.outlook import workload
 from posttrain.workspace.served import is_served
 from posttrain.workspace.settings import OpenWorkspace
@@ -260,7 +260,7 @@ def _stored_adapter(ref: InputRef, workspace: OpenWorkspace, source: Path, model
 def check_adapters(manifest: Manifest, workspace: OpenWorkspace, source: Path, model: str | None = None) -> None:
     """Reject a stage whose adapter does not fit the model that it trains.
 
-    The stage's job checks what the plan cannot check: a channel's model, and layers whose names only the weights have.
+    The stage's job checks what the plan cannot check, such as a channel's model.
 
     Args:
         source: the run file or lock, for errors.
@@ -280,7 +280,7 @@ def check_adapters(manifest: Manifest, workspace: OpenWorkspace, source: Path, m
             if before is not None:
                 before.refuse_other(asked.lora.described(), ref.word) if asked else refuse_whole_training(ref.word)
             elif asked is not None:
-                _refuse_unfit(asked.lora, _shape(manifest, stage, "model", workspace, source, model))
+                _refuse_unfit(asked.lora, _layers(manifest, stage, workspace, source, model))
         except InputError as error:
             raise InputError(f"{place}: {error}") from error
 
@@ -300,16 +300,38 @@ def _registered_adapter(
     return None if began.source == "stage" else _stored_adapter(began, workspace, source, model)
 
 
-def _refuse_unfit(lora: LoraConfig, shape: Shape | None) -> None:
-    if shape is None:
-        return
-    layers = shape.linear_layers
-    for name in layers if lora.targets == "auto" else lora.targets:
-        most = min(layers.get(name, (lora.rank,)))
+def _layers(
+    manifest: Manifest, stage: StageManifest, workspace: OpenWorkspace, source: Path, model: str | None
+) -> dict[str, int] | None:
+    """Return the linear layers of a stage's model, by their names in the model, with their smaller sizes.
+
+    For a model that the run initialises, the names are those within a layer. None: the model is not available.
+    """
+    ref = origin(manifest, stage, "model")
+    if isinstance(ref, StageManifest):
+        shape = _made(ref)
+        return {f".layers.{name}": min(sizes) for name, sizes in shape.linear_layers.items()} if shape else None
+    word = word_of(ref, model)
+    if ref.digest is None or (word is None and not workspace.blobs.has(ref.digest)):
+        return None
+    with bytes_of(ref):
+        shapes = weight_shapes(workspace, ref, word, source.parent)
+    return {name.removesuffix(".weight"): min(shape) for name, shape in shapes.items() if len(shape) == 2}
+
+
+def _refuse_unfit(lora: LoraConfig, layers: Mapping[str, int] | None) -> None:
+    """Reject targets that match nothing, and a rank above the size of a layer."""
+    inner = {name: size for name, size in (layers or {}).items() if ".layers." in name}
+    for target in dict.fromkeys(name.rpartition(".")[2] for name in inner) if lora.targets == "auto" else lora.targets:
+        found = {name: size for name, size in inner.items() if name.endswith(f".{target}")}
+        if layers and not found and target != "lm_head":
+            known = ", ".join(sorted({name.rpartition(".")[2] for name in inner}))
+            raise InputError(f"adapter.lora.targets: no layer of the model is named {target}; it has {known}")
+        most = min(found.values(), default=lora.rank)
         if lora.rank > most:
             raise InputError(
-                f"adapter.lora.rank must be at most {most}, the size of {name}, got {lora.rank}; lower it, or name "
-                f"targets without {name}"
+                f"adapter.lora.rank must be at most {most}, the size of {target}, got {lora.rank}; lower it, or name "
+                f"targets without {target}"
             )
 
 
