@@ -322,6 +322,8 @@ def cases() -> tuple[list[Case], list[Case], list[str]]:
                 continue
             if path == "adapter.lora.dropout" and not getattr(model, "dropout", False):  # refused: e2e/test_adapters.py
                 continue
+            if path == "adapter.quantize":  # needs bitsandbytes: ecosystem/test_quantised.py
+                continue
             adapter = {"adapter": ADAPTER} if path.startswith("adapter.") else {}
             options = choices(annotation)
             for value in options:

@@ -223,7 +223,9 @@ def test_adapters_of_trl_are_carried_over(world: World) -> None:
     draft, stage = trl(world, "lora.py", text)
     assert stage["adapter"]["lora"] == {"rank": 4, "alpha": 12.0, "dropout": 0.1, "targets": "auto", "rslora": True}
     assert any("modules_to_save" in line and "plain LoRA on linear layers" in line for line in draft.changed)
-    _, stage = trl(world, "lora.sh", "trl dpo --use_peft --lora_target_modules q_proj k_proj --max_steps 3")
+    line = "trl dpo --use_peft --load_in_4bit --lora_target_modules q_proj k_proj --max_steps 3"
+    _, stage = trl(world, "lora.sh", line)
+    assert stage["adapter"]["quantize"] == "nf4"
     assert stage["adapter"]["lora"] == {
         "rank": 16, "alpha": 32.0, "dropout": 0.0, "targets": ("k_proj", "q_proj"), "rslora": False,
     }  # fmt: skip

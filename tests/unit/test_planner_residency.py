@@ -85,6 +85,14 @@ def test_an_adapter_is_trained_beside_one_frozen_base(ranks: int, dtype: str) ->
     assert found["gradients"] == 4 * own // ranks + (2 * own if ranks == 1 and width == 2 else 0)
 
 
+def test_four_bits_are_half_a_byte_and_the_scale_of_a_block() -> None:
+    linear = 2 * (16 + 8 + 8 + 16 + 3 * 32)  # weights of two layers: q, k, v, o, and the MLP's three
+    quantised = replace(load(roles=(POLICY,)), adapter=AdapterSize(rank=1, quantised=True))
+    own = AdapterSize(rank=1).parameters(SHAPE.linear_layers, SHAPE.layers)
+    weights = sure(table(quantised), "update", "policy")["weights"]
+    assert weights == 4 * (N - linear) + linear // 2 + 4 * linear // 64 + 4 * own
+
+
 def test_supervised_training_on_one_cpu_holds_sixteen_bytes_a_parameter() -> None:
     found = table(load("sft", (POLICY,), rows=0, response_tokens=0))
     assert found.phases == ("update",)

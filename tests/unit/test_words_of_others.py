@@ -40,7 +40,11 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
         ("steps: 4,", "steps: 4, lora: {rank: 8},", "lora: unknown key (did you mean 'lora' under 'adapter'?)"),
         ("steps: 4,", "steps: 4, peft_config: {r: 8},", "peft_config: unknown key (did you mean 'adapter'?)"),
         ("steps: 4,", "steps: 4, adapter: {lora: {r: 8}},", "adapter.lora.r: unknown key (did you mean 'rank'?)"),
-        ("steps: 4,", "steps: 4, load_in_4bit: true,", "quantised weights are not supported yet"),
+        (
+            "steps: 4,",
+            "steps: 4, load_in_4bit: true,",
+            "load_in_4bit: unknown key (did you mean 'quantize' under 'adapter'?)",
+        ),
         ("steps: 6,", "steps: 6, use_vllm: true,", "use_vllm: unknown key here: vLLM and SGLang are not supported yet"),
         ("at_least: ", "min: ", "min: unknown key (did you mean 'at_least'?)"),
         (

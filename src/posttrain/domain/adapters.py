@@ -184,6 +184,7 @@ class AdapterSize:
 
     rank: int
     targets: tuple[str, ...] = ()  # empty: all linear layers of the decoder layers
+    quantised: bool = False  # whether the base's linear layers are kept in 4 bits
 
     def parameters(self, layer: Mapping[str, tuple[int, int]], layers: int) -> int:
         """Return the number of an adapter's parameters.

@@ -62,6 +62,7 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("lora_dropout",), ("dropout", "lora", "adapter")),
     **dict.fromkeys(("target_modules", "lora_target_modules", "modules"), ("targets", "lora", "adapter")),
     **dict.fromkeys(("use_rslora",), ("rslora", "lora", "adapter")),
+    **dict.fromkeys(("qlora", "load_in_4bit", "quantization_config", "bnb_4bit_quant_type"), ("quantize", "adapter")),
     **dict.fromkeys(("lambd", "lambda", "gae_lambda", "lam"), ("lam", "critic_lam")),
     **dict.fromkeys(
         ("reward_funcs", "reward_func", "reward_fn", "reward_function", "reward_weights"), ("reward", "rewards")
@@ -104,7 +105,7 @@ _WHOLE = "only suites with samples have it; training samples the full distributi
 # names of run.yaml or of other trainers that are unknown at the place → the reason
 NOT_HERE: Mapping[str, str] = {
     **dict.fromkeys(("top_p", "top_k", "min_p"), _WHOLE),
-    **dict.fromkeys(("qlora", "load_in_4bit", "load_in_8bit"), "quantised weights are not supported yet"),
+    "load_in_8bit": "weights of 8 bits are not supported; adapter: {quantize: nf4} keeps a frozen base in 4 bits",
     **dict.fromkeys(
         ("use_vllm", "vllm", "vllm_mode", "sglang"),
         "vLLM and SGLang are not supported yet: a stage samples with Posttrain's own engine",

@@ -228,11 +228,14 @@ class AdapterConfig(Frozen):
     """The adapter that a stage trains instead of the whole model."""
 
     lora: LoraConfig = LoraConfig()  # low-rank updates of linear layers
+    # nf4: the frozen base's linear layers are kept in 4 bits while the adapter is trained, in one process and on given
+    # rows only (QLoRA, Dettmers et al., arXiv 2305.14314); the output extends the base as it is stored
+    quantize: Literal["nf4"] | None = Field(default=None, exclude_if=lambda kind: kind is None)
 
     def size(self) -> AdapterSize:
         """Return the size of the adapter, for the planner."""
         targets = self.lora.targets
-        return AdapterSize(self.lora.rank, () if targets == AUTO else tuple(targets))
+        return AdapterSize(self.lora.rank, () if targets == AUTO else tuple(targets), self.quantize is not None)
 
 
 class LossProbeConfig(Frozen):

@@ -234,6 +234,10 @@ def from_trl(settings: Settings, rows: int | None = None) -> Draft:
     steps = _length(settings, draft, stage, rows)
     if settings.flag("use_peft") or any(name.startswith("peft_config.") for name in settings.values):
         stage["adapter"] = {"lora": _lora(settings, draft, kind)}
+        nf4 = settings.values.get("bnb_4bit_quant_type", "nf4") == "nf4"
+        if settings.values.get("load_in_4bit") and nf4 and kind not in ("grpo", "rloo"):
+            stage["adapter"]["quantize"] = "nf4"
+            settings.take("load_in_4bit", "bnb_4bit_quant_type")
     stage["optimizer"] = _optimizer(settings, draft, kind, steps, int(stage.get("mini_batches", 1)))
     runtime = _runtime(settings, draft, int(stage.get("mini_batches", 1)))
     draft.run["stages"] = {kind: {**stage, **({"runtime": runtime} if runtime else {})}}

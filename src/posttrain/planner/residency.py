@@ -279,6 +279,13 @@ class _Pool:
         adapter = self._load.adapter
         return adapter.parameters(shape.linear_layers, shape.layers) if adapter else shape.parameters
 
+    def _base(self, shape: Shape) -> int:
+        """Return the bytes of a frozen base: 4 bits of each weight that is quantised, and a scale for 64 of them."""
+        adapter = self._load.adapter
+        small = shape.layers * sum(math.prod(sizes) for sizes in shape.linear_layers.values())
+        quantised = small if adapter and adapter.quantised else 0
+        return self._width * (shape.parameters - quantised) + quantised // 2 + 4 * quantised // 64
+
     def _persistent(self, role: str, shape: Shape, active: Collection[str]) -> Iterator[tuple[str, int, bool]]:
         size, width, ranks = shape.parameters, self._width, self._ranks
         if role == "rollout":
@@ -286,7 +293,7 @@ class _Pool:
                 yield "copy", width * size, False
         elif role in self._load.trained:
             own = self._learned(shape)
-            frozen = width * math.ceil(size / ranks) if self._load.adapter else 0
+            frozen = math.ceil(self._base(shape) / ranks) if self._load.adapter else 0
             yield "weights", frozen + (width * own if ranks == 1 else 4 * math.ceil(own / ranks)), False
             yield "masters", (4 * own if ranks == 1 and width == 2 else 0), False
             yield "optimizer", 8 * math.ceil(own / ranks), False

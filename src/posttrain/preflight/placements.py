@@ -274,6 +274,7 @@ def check_adapters(manifest: Manifest, workspace: OpenWorkspace, source: Path, m
         if stage.kind not in OWN or kind_of(stage.kind).algorithm is None or "model" not in stage.inputs:
             continue
         given, place = stage.params.get("adapter"), f"{source}: stages.{stage.name}"
+        _refuse_quantised(manifest, stage, workspace, source, model)
         asked, ref = AdapterConfig.model_validate(given) if given else None, stage.inputs["model"]
         before = _made_adapter(manifest, ref) or _registered_adapter(manifest, stage, workspace, source, model)
         try:
@@ -283,6 +284,23 @@ def check_adapters(manifest: Manifest, workspace: OpenWorkspace, source: Path, m
                 _refuse_unfit(asked.lora, _layers(manifest, stage, workspace, source, model))
         except InputError as error:
             raise InputError(f"{place}: {error}") from error
+
+
+def _refuse_quantised(
+    manifest: Manifest, stage: StageManifest, workspace: OpenWorkspace, source: Path, model: str | None
+) -> None:
+    """Reject training of a base whose stored weights are quantised.
+
+    Raises:
+        InputError: see above.
+    """
+    ref = origin(manifest, stage, "model")
+    config = {} if isinstance(ref, StageManifest) else stored_config(ref, workspace, source, model)[0]
+    if config.get("quantization_config"):
+        raise InputError(
+            f"{source}: stages.{stage.name}: model {stage.inputs['model'].word} is stored quantised, so it cannot be "
+            "trained; name the model that was quantised (adapter: {quantize: nf4} quantises it while an adapter trains)"
+        )
 
 
 def _made_adapter(manifest: Manifest, ref: InputRef) -> SavedAdapter | None:

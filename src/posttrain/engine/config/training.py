@@ -127,6 +127,13 @@ class TrainingConfig(StageConfig):
             )
         if engine not in OWN_ENGINES[TRAIN_ENGINE]:
             raise ValueError(f"adapter needs train.engine torch, got {engine}; leave one of them out")
+        if self.adapter.quantize and self.reads == "prompts":
+            raise ValueError(
+                "adapter.quantize must be left out of a kind that samples, whose decoder reads whole weights"
+            )
+        ranks = max(self.placement.pool_of(role.name).ranks for role in self.roles() if role.trained)
+        if self.adapter.quantize and ranks > 1:
+            raise ValueError(f"adapter.quantize needs one rank: weights of 4 bits are not sharded, got {ranks} ranks")
         return self
 
     def recalls(self, role: RoleSpec) -> bool:

@@ -155,7 +155,7 @@ def linear_layers(module: PreTrainedModel) -> tuple[str, ...]:
         raise InputError(
             f"adapter.lora.targets: auto needs a list of decoder layers, got {type(module).__name__}; name the layers"
         )
-    named = {name.rpartition(".")[2] for name, part in layers.named_modules() if type(part) is nn.Linear}
+    named = {name.rpartition(".")[2] for name, part in layers.named_modules() if isinstance(part, nn.Linear)}
     return tuple(sorted(named))
 
 

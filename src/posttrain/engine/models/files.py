@@ -15,6 +15,7 @@ Chat templates, prompts and demonstrations become token ids. Rows are canonical 
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, final
 
@@ -29,6 +30,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    BitsAndBytesConfig,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
@@ -95,7 +97,13 @@ Row = Mapping[str, Any]
 
 
 def load_model(
-    folder: Path, *, device: str = "cpu", dtype: str = "float32", adapter: LoraConfig | None = None, seed: int = 0
+    folder: Path,
+    *,
+    device: str = "cpu",
+    dtype: str = "float32",
+    adapter: LoraConfig | None = None,
+    seed: int = 0,
+    quantize: str | None = None,
 ) -> LanguageModel:
     """Load a causal language model and check its capabilities, without network, pickle or code from the folder.
 
@@ -103,6 +111,7 @@ def load_model(
         dtype: float32, bfloat16, float16 or float64.
         adapter: the adapter to train: that of the folder if it has one, else a new one.
         seed: the seed of a new adapter.
+        quantize: nf4, for linear layers in 4 bits; None: all weights in `dtype`.
 
     Raises:
         NotFoundError: the folder or its `config.json` does not exist.
@@ -114,11 +123,18 @@ def load_model(
         raise InputError(
             f"model in {folder} must be a causal language model, got a sequence classifier; name another model"
         )
-    return adopt_module(_adapted(_read_module(AutoModelForCausalLM, folder, device, dtype), folder, adapter, seed))
+    module = _read_module(AutoModelForCausalLM, folder, device, dtype, quantize)
+    return adopt_module(_adapted(module, folder, adapter, seed))
 
 
 def load_scalar_model(
-    folder: Path, *, device: str = "cpu", dtype: str = "float32", adapter: LoraConfig | None = None, seed: int = 0
+    folder: Path,
+    *,
+    device: str = "cpu",
+    dtype: str = "float32",
+    adapter: LoraConfig | None = None,
+    seed: int = 0,
+    quantize: str | None = None,
 ) -> ScalarModel:
     """Load a value or reward model.
 
@@ -126,7 +142,7 @@ def load_scalar_model(
     backbone gets a head of zeros, or the head of the folder's adapter.
 
     Args:
-        adapter, seed: see `load_model`.
+        adapter, seed, quantize: see `load_model`.
 
     Raises:
         NotFoundError: the folder or its `config.json` does not exist.
@@ -135,9 +151,9 @@ def load_scalar_model(
     """
     _check_folder(folder)
     if _is_whole_classifier(folder):
-        module = _read_module(AutoModelForSequenceClassification, folder, device, dtype)
+        module = _read_module(AutoModelForSequenceClassification, folder, device, dtype, quantize)
     else:
-        module = put_scalar_head(_read_module(AutoModelForCausalLM, folder, device, dtype))
+        module = put_scalar_head(_read_module(AutoModelForCausalLM, folder, device, dtype, quantize))
     return adopt_classifier(_adapted(module, folder, adapter, seed))
 
 
@@ -168,7 +184,7 @@ def _is_whole_classifier(folder: Path) -> bool:
         raise InputError(f"model in {folder} must have a readable config.json: {_first_line(error)}") from error
 
 
-def _read_module(auto_class: Any, folder: Path, device: str, dtype: str) -> PreTrainedModel:
+def _read_module(auto_class: Any, folder: Path, device: str, dtype: str, quantize: str | None) -> PreTrainedModel:
     kind = _DTYPES.get(dtype)
     if kind is None:
         raise InputError(f"dtype must be one of {', '.join(_DTYPES)}, got {dtype!r}")
@@ -187,6 +203,7 @@ def _read_module(auto_class: Any, folder: Path, device: str, dtype: str) -> PreT
             trust_remote_code=False,
             dtype=kind,
             output_loading_info=True,
+            **(_in_four_bits(kind, device) if quantize else {}),
         )
     except (ValueError, OSError, KeyError, RuntimeError, SafetensorError) as error:
         raise InputError(
@@ -196,8 +213,27 @@ def _read_module(auto_class: Any, folder: Path, device: str, dtype: str) -> PreT
         raise InputError(
             f"weights in {folder} must be complete, but {min(info['missing_keys'])} is missing; copy the model again"
         )
-    loaded: PreTrainedModel = module.to(device)
+    loaded: PreTrainedModel = module if quantize else module.to(device)
+    for part in loaded.modules() if quantize else ():
+        # bitsandbytes repacks weights for some CPUs when no gradient is needed, and later gradients are then wrong
+        if hasattr(part, "support_avx512bf16_for_cpu"):
+            part.support_avx512bf16_for_cpu = False
     return loaded
+
+
+def _in_four_bits(kind: torch.dtype, device: str) -> dict[str, Any]:
+    """Return the arguments with which transformers quantises linear layers to nf4 while it reads them.
+
+    Raises:
+        InputError: bitsandbytes is not installed.
+    """
+    if find_spec("bitsandbytes") is None:
+        raise InputError(
+            "adapter.quantize: nf4 needs the package bitsandbytes, which is not installed here; pip install "
+            "'posttrain[qlora]'"
+        )
+    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=kind)
+    return {"quantization_config": config, "device_map": {"": device}}
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
@@ -342,6 +378,7 @@ class ModelSource:
     dtype: str = "auto"  # auto: bfloat16 on CUDA, float32 on CPU
     adapter: LoraConfig | None = None  # the adapter to train; None: the whole model, or no training
     seed: int = 0  # of a new adapter
+    quantize: str | None = None  # nf4: linear layers in 4 bits
 
     def open(self, device: str) -> LanguageModel:
         """Load the model.
@@ -350,7 +387,9 @@ class ModelSource:
             NotFoundError, InputError: see `load_model`.
         """
         dtype = settled_dtype(self.dtype, device)
-        return load_model(self.folder, device=device, dtype=dtype, adapter=self.adapter, seed=self.seed)
+        return load_model(
+            self.folder, device=device, dtype=dtype, adapter=self.adapter, seed=self.seed, quantize=self.quantize
+        )
 
 
 @final
@@ -362,6 +401,7 @@ class ScalarSource:
     dtype: str = "auto"
     adapter: LoraConfig | None = None
     seed: int = 0
+    quantize: str | None = None
 
     def open(self, device: str) -> ScalarModel:
         """Load the model.
@@ -370,7 +410,9 @@ class ScalarSource:
             NotFoundError, InputError: see `load_scalar_model`.
         """
         dtype = settled_dtype(self.dtype, device)
-        return load_scalar_model(self.folder, device=device, dtype=dtype, adapter=self.adapter, seed=self.seed)
+        return load_scalar_model(
+            self.folder, device=device, dtype=dtype, adapter=self.adapter, seed=self.seed, quantize=self.quantize
+        )
 
 
 def settled_dtype(dtype: str, device: str) -> str:

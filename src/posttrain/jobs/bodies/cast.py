@@ -58,6 +58,8 @@ def _merged(folder: Path, given: str | None) -> Iterator[Mapping[str, Any]]:
 
     files = [path for path in folder.glob("*.safetensors*") if path.is_file()]
     config = json.loads((folder / "config.json").read_bytes())
+    if config.get("quantization_config"):
+        raise InputError("an adapter cannot be merged into a quantised base; export it with --adapter")
     kind = given or str(config.get("dtype") or config.get("torch_dtype") or "float32")
     load = load_scalar_model if is_sequence_classifier(folder) else load_model
     model = load(folder, dtype=kind)

@@ -341,7 +341,8 @@ def _source(job: Job, config: TrainingConfig, role: RoleSpec) -> ModelSource | S
     if role.trained and lora is None and in_folder(folder):
         refuse_whole_training(job.label(role.model))
     source = ModelSource if role.head == "language" else ScalarSource
-    return source(folder, dtype, lora, derive_seed(job.order.seed, "adapter", role.name))
+    quantize = config.adapter.quantize if config.adapter and role.trained else None
+    return source(folder, dtype, lora, derive_seed(job.order.seed, "adapter", role.name), quantize)
 
 
 def _rows(
