@@ -164,7 +164,6 @@ VALUES: dict[str, Any] = {
     "init_model kv_heads": 2,
     "init_model context_length": 64,
     "adapter": {"lora": {"rank": 2, "alpha": 4.0}},
-    "adapter.lora": {"rank": 3, "alpha": 4.0},
     "adapter.lora.rank": 3,
     "adapter.lora.alpha": 9.0,
     "adapter.lora.dropout": 0.5,
