@@ -1,8 +1,9 @@
 """Compares algorithms at equal numbers of tokens, each with the baseline of its family, on six paired seeds.
 
-    python -m benchmarks.learning [--json FILE] [--tiny]    # or: make learning
+    python -m benchmarks.learning [--json FILE] [--only NAME,NAME] [--tiny]    # or: make learning
 
-The comparisons are VAPO and PF-PPO with PPO, GSPO and CISPO with GRPO, and KTO, ORPO and SimPO with DPO.
+The comparisons are VAPO and PF-PPO with PPO, GSPO and CISPO with GRPO, and KTO, ORPO and SimPO with DPO; and adapters
+of rank 16 (`-lora`) with training of whole models, for GRPO, DPO and ORPO.
 
 Task: sort 3 to 6 digits, with a Qwen3 model of 0.1 M parameters. A seed decides everything random: the initial weights,
 the supervised steps before the comparison, the training questions, the preference pairs, the held-out questions, and
@@ -61,6 +62,7 @@ from posttrain.engine.config.stages import named, training_config
 from posttrain.engine.loop.controller import FromRows
 from posttrain.engine.loop.on_policy import OnPolicy
 from posttrain.engine.loop.recipe import Recipe
+from posttrain.engine.models.adapters import attach
 from posttrain.engine.models.files import (
     LabelledRow,
     PreferencePair,
@@ -73,6 +75,7 @@ from posttrain.engine.rollout.port import SamplingParams
 from posttrain.engine.rollout.worker import generate, open_rollout
 from posttrain.engine.samples import Prompt, Trajectory
 from posttrain.engine.scores import RewardScorer, response_text
+from posttrain.engine.settings import LoraConfig
 from posttrain.engine.trace import Trace
 from posttrain.engine.weights.stream import PolicyVersion
 from posttrain.sandbox.port import ScriptedReward
@@ -88,14 +91,21 @@ Row = dict[str, str]
 
 @dataclass(frozen=True)
 class Algorithm:
-    """A kind of stage, its baseline's kind (empty: it is a baseline), its grid of learning rates, and its settings."""
+    """A kind of stage, its baseline's name (empty: it is a baseline), its grid of learning rates, and its settings."""
 
     kind: str
     baseline: str
     rates: tuple[float, float, float]
     settings: Mapping[str, Any] = field(default_factory=dict)
+    adapter: LoraConfig | None = None
+
+    @property
+    def name(self) -> str:
+        """The name in tables: the kind, or the kind with an adapter."""
+        return self.kind if self.adapter is None else f"{self.kind}-lora"
 
 
+LORA = LoraConfig(rank=16, alpha=32.0)
 CRITIC = {"optimizer": {"learning_rate": 1e-3, "schedule": "constant"}}
 ALGORITHMS = (
     Algorithm("ppo", "", (1e-4, 3e-4, 1e-3), {"critic": CRITIC}),
@@ -110,6 +120,9 @@ ALGORITHMS = (
     Algorithm("kto", "dpo", (3e-5, 1e-4, 3e-4), {"beta": 1.0}),
     Algorithm("orpo", "dpo", (1e-4, 3e-4, 1e-3)),
     Algorithm("simpo", "dpo", (1e-5, 3e-5, 1e-4)),
+    Algorithm("grpo", "grpo", (1e-3, 3e-3, 1e-2), adapter=LORA),
+    Algorithm("dpo", "dpo", (1e-4, 3e-4, 1e-3), {"beta": 1.0}, adapter=LORA),
+    Algorithm("orpo", "orpo", (1e-3, 3e-3, 1e-2), adapter=LORA),
 )
 
 
@@ -241,7 +254,7 @@ PARTS = ("train", "held out")
 
 def samples(algorithm: Algorithm) -> bool:
     """Return whether an algorithm samples responses."""
-    return (algorithm.baseline or algorithm.kind) != "dpo"
+    return algorithm.kind not in ("dpo", "kto", "orpo", "simpo")
 
 
 def parameters(algorithm: Algorithm, rate: float) -> dict[str, Any]:
@@ -251,6 +264,8 @@ def parameters(algorithm: Algorithm, rate: float) -> dict[str, Any]:
     """
     optimizer = {"learning_rate": rate, "schedule": "constant"}
     given = {"data": "x", "steps": 10**6, "optimizer": optimizer, **algorithm.settings}
+    if algorithm.adapter is not None:
+        given["adapter"] = {"lora": algorithm.adapter.model_dump()}
     if not samples(algorithm):
         return {**given, "batch_size": PAIRS * (2 if algorithm.kind == "kto" else 1)}
     group = {"ppo": 4, "vapo": 16}.get(algorithm.kind, 8)  # the defaults
@@ -270,7 +285,10 @@ def spend(recipe: Recipe, tokens: int) -> tuple[int, int]:
 
 def trained(world: World, algorithm: Algorithm, rate: float, tokens: int) -> Run:
     """Train from the seed's starting model until the tokens are spent; return the result."""
-    model = adopt_module(copy.deepcopy(world.module))
+    module = copy.deepcopy(world.module)
+    if algorithm.adapter is not None:
+        attach(module, algorithm.adapter, world.seed)
+    model = adopt_module(module)
     spent, steps = spend(world.recipe(model, algorithm, rate), tokens)
     return Run(world.score(model), spent, steps)
 
@@ -280,14 +298,14 @@ def chosen(scores: Mapping[float, Sequence[float]]) -> float:
     return min(scores, key=lambda rate: (-statistics.fmean(scores[rate]), rate))
 
 
-def measure(scale: Scale, train: Train) -> dict[str, Learned]:
-    """Choose each algorithm's rate on the tuning seeds, and train with this rate on the others; return by kind."""
+def measure(scale: Scale, train: Train, algorithms: Sequence[Algorithm] = ALGORITHMS) -> dict[str, Learned]:
+    """Choose each algorithm's rate on the tuning seeds, and train with this rate on the others; return by name."""
     found = {}
-    for algorithm in ALGORITHMS:
+    for algorithm in algorithms:
         tuning = {rate: [train(algorithm, rate, seed).score for seed in scale.tuning_seeds] for rate in algorithm.rates}
         rate = chosen(tuning)
         runs = [train(algorithm, rate, seed) for seed in scale.seeds]
-        found[algorithm.kind] = Learned(algorithm, rate, tuning, runs)
+        found[algorithm.name] = Learned(algorithm, rate, tuning, runs)
     return found
 
 
@@ -321,7 +339,7 @@ def compared(found: Mapping[str, Learned]) -> dict[str, Difference]:
     return {
         kind: difference(*([run.score for run in one.runs] for one in (learned, found[learned.algorithm.baseline])))
         for kind, learned in found.items()
-        if learned.algorithm.baseline
+        if learned.algorithm.baseline in found
     }
 
 
@@ -340,7 +358,7 @@ def shown(found: Mapping[str, Learned]) -> str:
                 strict=True,
             )
         )
-        lines.append(f"| {kind} | {both[1].algorithm.kind} | {rates} | {scores} | {gain} | {tokens} | {steps} |")
+        lines.append(f"| {kind} | {both[1].algorithm.name} | {rates} | {scores} | {gain} | {tokens} | {steps} |")
     return "\n".join(lines)
 
 
@@ -351,7 +369,12 @@ def main() -> None:
     parser.add_argument(
         "--tiny", action="store_true", help="one step of each algorithm on one seed: that it runs, no figures"
     )
+    parser.add_argument("--only", metavar="NAME,NAME", help="only these, such as grpo,grpo-lora; default: all")
     options = parser.parse_args()
+    known = {one.name: one for one in ALGORITHMS}
+    asked = options.only.split(",") if options.only else list(known)
+    if odd := sorted(set(asked) - known.keys()):
+        parser.error(f"--only must name some of {', '.join(known)}, got {odd[0]}")
     torch.set_num_threads(1)
     disable_progress_bar()
     scale, began = TINY if options.tiny else Scale(), time.process_time()
@@ -361,10 +384,10 @@ def main() -> None:
         tokens = scale.sampling_tokens if samples(algorithm) else scale.preference_tokens
         run = trained(worlds[seed], algorithm, rate, tokens)
         seconds = time.process_time() - began
-        print(f"{seconds:7.0f} s  {algorithm.kind} {rate:g} seed {seed}: {run}", file=sys.stderr, flush=True)
+        print(f"{seconds:7.0f} s  {algorithm.name} {rate:g} seed {seed}: {run}", file=sys.stderr, flush=True)
         return run
 
-    found = measure(scale, train)
+    found = measure(scale, train, [known[name] for name in asked])
     start = statistics.fmean(worlds[seed].start for seed in scale.seeds)
     print(shown(found))
     print(f"starting models: {start:.3f}; seeds: {len(scale.seeds)}; CPU seconds: {time.process_time() - began:.0f}")
