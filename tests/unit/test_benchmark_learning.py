@@ -72,29 +72,29 @@ def test_rates_are_chosen_on_the_tuning_seeds_alone() -> None:
     tried = list[tuple[str, float, int]]()
 
     def train(algorithm: Algorithm, rate: float, seed: int) -> Run:
-        tried.append((algorithm.kind, rate, seed))
+        tried.append((algorithm.name, rate, seed))
         score = rate if seed in SCALE.tuning_seeds else 1 - rate
         return Run(score, 1000, 10)
 
     found = measure(SCALE, train)
     for algorithm in ALGORITHMS:
-        own = [(rate, seed) for kind, rate, seed in tried if kind == algorithm.kind]
+        own = [(rate, seed) for name, rate, seed in tried if name == algorithm.name]
         best = max(algorithm.rates)
         assert sorted(own) == sorted(
             [(rate, seed) for rate in algorithm.rates for seed in SCALE.tuning_seeds]
             + [(best, seed) for seed in SCALE.seeds]
         )
-        assert found[algorithm.kind].rate == best
-        assert [run.score for run in found[algorithm.kind].runs] == [1 - best] * 6
-        assert str(found[algorithm.kind]) == f"{best:g}*", "a rate at the end of its grid is marked"
+        assert found[algorithm.name].rate == best
+        assert [run.score for run in found[algorithm.name].runs] == [1 - best] * 6
+        assert str(found[algorithm.name]) == f"{best:g}*", "a rate at the end of its grid is marked"
 
 
 def test_what_is_compared_with_what() -> None:
-    scores = {one.kind: 0.3 + 0.05 * at for at, one in enumerate(ALGORITHMS)}
-    found = measure(SCALE, lambda one, rate, seed: Run(scores[one.kind] + 0.01 * seed * (seed < 7), 1_500_000, 10))
+    scores = {one.name: 0.3 + 0.05 * at for at, one in enumerate(ALGORITHMS)}
+    found = measure(SCALE, lambda one, rate, seed: Run(scores[one.name] + 0.01 * seed * (seed < 7), 1_500_000, 10))
     gains = compared(found)
     pairs = {"vapo": "ppo", "pf_ppo": "ppo", "gspo": "grpo", "cispo": "grpo", "kto": "dpo", "orpo": "dpo"}
-    pairs |= {"simpo": "dpo"}
+    pairs |= {"simpo": "dpo", "grpo-lora": "grpo", "dpo-lora": "dpo", "orpo-lora": "orpo"}
     for kind, baseline in pairs.items():
         assert gains[kind].mean == pytest.approx(scores[kind] - scores[baseline])
         assert found[kind].algorithm.baseline == baseline
