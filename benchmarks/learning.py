@@ -395,7 +395,7 @@ def main() -> None:
         gains = {kind: asdict(gain) for kind, gain in compared(found).items()}
         learned = {kind: asdict(one) for kind, one in found.items()}
         told = {"scale": asdict(scale), "start": start, "learned": learned, "differences": gains}
-        options.json.write_text(json.dumps(told, indent=1) + "\n")
+        options.json.write_text(json.dumps(told, indent=1, default=LoraConfig.model_dump) + "\n")
 
 
 if __name__ == "__main__":

@@ -234,11 +234,15 @@ def ray_nodes() -> Iterator[RayCluster]:
 
 
 @pytest.fixture
-def ray_cluster(ray_nodes: RayCluster, monkeypatch: pytest.MonkeyPatch) -> RayCluster:
-    """The cluster, whose token clients of this process have."""
+def ray_cluster(ray_nodes: RayCluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[RayCluster]:
+    """The cluster, whose token clients of this process have; Ray keeps the first token that a process uses."""
+    from ray._raylet import AuthenticationTokenLoader
+
     for name, value in ray_nodes.environment.items():
         monkeypatch.setenv(name, value)
-    return ray_nodes
+    AuthenticationTokenLoader.instance().reset_cache()
+    yield ray_nodes
+    AuthenticationTokenLoader.instance().reset_cache()
 
 
 @pytest.fixture(scope="session")

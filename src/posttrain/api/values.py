@@ -187,7 +187,8 @@ class Exported:
     files: tuple[str, ...]
     bytes: int
     card: bool  # false: no run of this workspace made the model, so its own model card was copied
-    opened_by: str  # the transformers class that loads the folder
+    opened_by: str  # the class of transformers or peft that loads the folder
+    base: str = ""  # of a model with an adapter: the base's name
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ from posttrain.domain.manifest import Manifest, StageManifest, deciding
 from posttrain.domain.records import IMPORTED, StageRecord
 from posttrain.domain.rendering import CONFIG, is_classifier
 from posttrain.execution import foreground
-from posttrain.store.atomic import sync_folder, sync_tree, unwritable
+from posttrain.store.atomic import sync_folder, sync_tree, unwritable, write_json
 from posttrain.store.trees import TreeFile, listing_bytes, scratch, tree_listing
 from posttrain.views.report import tree_lines
 from posttrain.web.pages import ModelCard, ScoreLine, StageLine, render_card
@@ -90,7 +90,10 @@ def export(
         if form == "adapter":
             _lift(made)
         kind, cast = _converted(made, dtype, merge=form == "merged", progress=progress)
-        paper = _Paper(made, kind, cast, judge, _digest_of(base) if only else None)
+        digest = digest_bytes(listing_bytes(base)) if only else ""
+        paper = _Paper(made, kind, cast, judge, form or "", digest, _named(workspace, digest) if only else "")
+        if form == "adapter":
+            _name_base(made, paper.of)
         described = named.made is not None and _describe(workspace, named.made, paper)
         if not described:
             _say_lineage(workspace, named, paper)
@@ -100,7 +103,7 @@ def export(
     files = tuple(sorted(path.relative_to(target).as_posix() for path in target.rglob("*") if path.is_file()))
     size = sum((target / name).stat().st_size for name in files)
     opener = "PeftModel" if form == "adapter" else opener
-    return Exported(target, named.pinned.name, named.digest, kind, cast, files, size, described, opener)
+    return Exported(target, named.pinned.name, named.digest, kind, cast, files, size, described, opener, paper.of)
 
 
 def _refuse_form(form: str | None, model: str, *, adapted: bool) -> None:
@@ -133,8 +136,15 @@ def _converted(folder: Path, dtype: str | None, *, merge: bool, progress: Callab
     return dtype or ", ".join(sorted(floating_types(folder))), cast
 
 
-def _digest_of(files: Mapping[str, TreeFile]) -> str:
-    return digest_bytes(listing_bytes(files))
+def _named(workspace: Workspace, digest: str) -> str:
+    """Return the name under which a base is registered, or its digest."""
+    return next((asset.ref for asset in workspace.ledger.assets_by_digest(digest)), digest)
+
+
+def _name_base(folder: Path, base: str) -> None:
+    """Name the base in the configuration of an exported adapter."""
+    written = json.loads((folder / ADAPTER).read_bytes())
+    write_json(folder / ADAPTER, {**written, "base_model_name_or_path": base})
 
 
 def _place(target: Path, workspace: Workspace) -> Path:
@@ -221,7 +231,9 @@ class _Paper:
     dtype: str
     cast: bool
     judge: bool  # whether the model scores responses
-    base: str | None  # digest of the base of an adapter
+    form: str  # of a model with an adapter: adapter, or merged
+    base: str  # digest of the base of an adapter
+    of: str  # name of the base of an adapter
 
     @property
     def words(self) -> dict[str, object]:
@@ -254,6 +266,8 @@ def _describe(workspace: Workspace, made: MadeModel, paper: _Paper) -> bool:
         base=base.name if base else "",
         state=run.state,
         judge=paper.judge,
+        adapter_of=f"{paper.of} {paper.base}" if paper.base else "",
+        form=paper.form,
         seed=manifest.seed,
         stages=tuple(_stage_line(workspace, stage, rows[stage.name]) for stage in chain),
         scores=tuple(_score_lines(manifest, made.digest, rows)),

@@ -294,4 +294,6 @@ def export(
     how += f"converted to {done.dtype}" if done.cast else done.dtype if merged else f"{done.dtype}, byte for byte"
     say(f"{done.name} {digest(done.digest)}: {len(done.files)} files, {done.bytes / 2**20:.1f} MiB, {how}")
     say(f"  {done.folder}", *(["  README.md describes its training and evaluation"] if done.card else []))
+    if adapter:
+        say(f"  an adapter of {done.base}: posttrain export {done.base} BASE writes its base")
     say(f"next:   {done.opened_by}.from_pretrained({'base, ' if adapter else ''}{str(folder)!r})")

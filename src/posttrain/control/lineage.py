@@ -35,6 +35,7 @@ from posttrain.domain.ports import BlobStore
 from posttrain.domain.records import (
     IMPORT,
     ORIGIN,
+    PARENT,
     REUSED,
     Asset,
     Edge,
@@ -484,6 +485,8 @@ def _asset_node(
             children.insert(0, _manifest_node(origins, run_id))
         elif edge.slot == IMPORT:
             children.append(_import_node(origins, edge.digest, asset.digest))
+        elif edge.slot == PARENT and edge.digest and asset.kind == "model":  # the base of an adapter
+            children.append(_model_node(origins, edge.digest, None))
     used = () if slot in ("model", asset.kind) else (("as", slot),)
     status = (("status", said),) if (said := origins.status(asset)) else ()
     details = (*used, *called, *status, *_asset_details(asset))

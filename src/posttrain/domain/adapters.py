@@ -135,23 +135,31 @@ class SavedAdapter:
             if has != declares:
                 raise InputError(
                     f"model {name} has an adapter of {word} {_said(has)}, which the stage continues, but it declares "
-                    f"{word} {_said(declares)}; write {word}: {_said(has)}, or train on a merged model (posttrain "
-                    "export --merged)"
+                    f"{word} {_said(declares)}; write {self.written}, or train on a merged model (posttrain export "
+                    "--merged, posttrain asset add)"
                 )
+
+    @property
+    def written(self) -> str:
+        """The adapter as a stage declares it."""
+        fields = {"rank": self.rank, "alpha": self.alpha, "targets": self.targets, "rslora": self.rslora}
+        lora = ", ".join(f"{word}: {_said(value)}" for word, value in fields.items())
+        return f"adapter: {{lora: {{{lora}}}}}"
+
+    def refuse_whole_training(self, name: str) -> None:
+        """Raise InputError: a stage would train a whole model that has this adapter."""
+        raise InputError(
+            f"model {name} has an adapter, but the stage trains whole models; add {self.written} to the stage, or "
+            "train on a merged model (posttrain export --merged, posttrain asset add)"
+        )
 
 
 def _said(value: Any) -> str:
     if isinstance(value, tuple):
         return f"[{', '.join(value)}]"
+    if isinstance(value, bool):
+        return str(value).lower()
     return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def refuse_whole_training(model: str) -> None:
-    """Raise InputError: a stage would train a whole model that has an adapter."""
-    raise InputError(
-        f"model {model} has an adapter, but the stage trains whole models; add adapter: {{lora: …}} to the stage, or "
-        "train on a merged model (posttrain export --merged)"
-    )
 
 
 def base_files(files: Mapping[str, F]) -> dict[str, F]:

@@ -193,16 +193,17 @@ class TrainConfig(Frozen):
     engine: Word = "torch"  # torch: Posttrain's own engine; another name: an engine of an installed package
 
 
-def _distinct(targets: tuple[str, ...]) -> tuple[str, ...]:
-    if not targets or len(set(targets)) != len(targets):
-        raise ValueError(f"must be auto, or names of linear layers without repetition, got {list(targets)}")
-    if HEAD in targets:
+def _named_layers(targets: Any) -> Any:
+    listed = list(targets) if isinstance(targets, list | tuple) else [targets]
+    plain = [one for one in listed if isinstance(one, str) and re.fullmatch(r"[A-Za-z_][A-Za-z0-9_.]*", one)]
+    if targets != AUTO and (isinstance(targets, str) or not listed or len(set(plain)) < len(listed)):
+        raise ValueError(f"must be auto, or different names of layers such as [q_proj, v_proj], got {targets!r:.80}")
+    if HEAD in listed:
         raise ValueError(f"must not contain {HEAD}: this head trains in full beside the adapter; remove it")
-    return tuple(sorted(targets))
+    return AUTO if targets == AUTO else tuple(sorted(plain))
 
 
-TargetName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_.]*$")]
-Targets = Annotated[tuple[TargetName, ...], AfterValidator(_distinct)]
+Targets = Annotated[Literal["auto"] | tuple[str, ...], BeforeValidator(_named_layers)]
 
 
 class LoraConfig(Frozen):
@@ -216,7 +217,7 @@ class LoraConfig(Frozen):
     alpha: float = Field(default=32.0, gt=0, le=1e6)  # the update is multiplied by alpha / rank
     dropout: float = Field(default=0.0, ge=0, lt=1)  # of the input of A; only where a stage trains with dropout
     # names of linear layers, such as q_proj; auto: all linear layers of the decoder layers, without the output head
-    targets: Literal["auto"] | Targets = "auto"
+    targets: Targets = "auto"
     rslora: bool = False  # multiply by alpha / sqrt(rank) instead
 
     def described(self) -> SavedAdapter:

@@ -288,9 +288,9 @@ def model_files(place: Path, folder: Path) -> dict[str, Path]:
     where = place.name if place != folder else "the folder"
     if "adapter_config.json" in names and "config.json" not in names:
         raise InputError(
-            f"{folder}: {where} contains an adapter (adapter_config.json), not a whole model; merge the adapter into"
-            " its base model (peft: merge_and_unload(), save_pretrained(NEW)) and register the result: posttrain asset"
-            " add model:NAME NEW"
+            f"{folder}: {where} contains an adapter (adapter_config.json), not a whole model; register it with"
+            " posttrain asset add model:NAME FOLDER --base MODEL, or merge it into its base model (peft:"
+            " merge_and_unload(), save_pretrained(NEW)) and register the result"
         )
     if "config.json" not in names:
         return {}

@@ -226,7 +226,7 @@ def _of_python(text: str, source: str) -> Settings:
             words.append(called)
             script.read([*script.placed(call, called), *_keywords(call)])
         elif called == "LoraConfig":
-            script.values["use_peft"] = True
+            script.values["peft_config.peft_type"] = "LORA"
             script.read(_keywords(call), "peft_config.")
         elif called == "from_pretrained" and "Model" in ast.unparse(call.func):
             script.read(_keywords(call), "model_init_kwargs.")

@@ -175,6 +175,12 @@ _BECOMES = {  # fields of the run file → the TRL settings that determine them
     "undesirable_weight": "undesirable_weight",
 }
 _OURS = {name: fields for fields, names in _BECOMES.items() for name in names.split()}
+_PLAIN_LORA: dict[str, tuple[Any, ...]] = {
+    "peft_config.bias": ("none",),
+    "peft_config.use_dora": (False,),
+    "peft_config.init_lora_weights": (True,),
+    "peft_config.modules_to_save": (["score"],),  # which trains in full here too
+}
 _HARMLESS = frozenset(  # settings without effect on the result
     (  # noqa: SIM905
         "output_dir overwrite_output_dir logging_steps logging_strategy logging_first_step report_to run_name "
@@ -238,10 +244,12 @@ def from_trl(settings: Settings, rows: int | None = None) -> Draft:
         if settings.values.get("load_in_4bit") and nf4 and kind not in ("grpo", "rloo"):
             stage["adapter"]["quantize"] = "nf4"
             settings.take("load_in_4bit", "bnb_4bit_quant_type")
+    elif settings.given("peft_config") or "peft_config" in settings.unknown:
+        draft.fill_in.append("adapter: none was written, since peft_config is not LoRA; all weights are trained")
     stage["optimizer"] = _optimizer(settings, draft, kind, steps, int(stage.get("mini_batches", 1)))
     runtime = _runtime(settings, draft, int(stage.get("mini_batches", 1)))
     draft.run["stages"] = {kind: {**stage, **({"runtime": runtime} if runtime else {})}}
-    same = {**_SAME, "disable_dropout": (kind in ("dpo", "kto", "grpo", "rloo"),)}
+    same = {**_SAME, **_PLAIN_LORA, "disable_dropout": (kind in ("dpo", "kto", "grpo", "rloo"),)}
     if kind not in ("grpo", "rloo"):
         same["shuffle_dataset"] = (True, False)  # TRL's trainer shuffles each pass with any value
     return draft.close(settings, _CHANGES, _HARMLESS, _OURS, same)
@@ -434,6 +442,9 @@ def _lora(settings: Settings, draft: Draft, kind: str) -> dict[str, Any]:
     rank, alpha, dropout = (8, 8, 0.0) if own else (16, 32, 0.05)
     targets = settings.take("peft_config.target_modules", "lora_target_modules")
     names = [targets] if isinstance(targets, str) else targets
+    if isinstance(targets, str) and targets != "all-linear" and not re.fullmatch(r"\w+", targets):
+        names = ["all-linear"]
+        draft.fill_in.append(f"adapter.lora.targets: name the layers that the pattern {targets!r} matches")
     if names is None:
         names = ["q_proj", "v_proj"]
         draft.fill_in.append(
@@ -447,7 +458,8 @@ def _lora(settings: Settings, draft: Draft, kind: str) -> dict[str, Any]:
         "targets": "auto" if list(names) == ["all-linear"] else sorted(names),
         "rslora": settings.flag("peft_config.use_rslora", "use_rslora"),
     }
-    settings.take("peft_config.task_type", "lora_task_type", "use_peft")  # the kind of the stage decides the task
+    # the kind of the stage decides the task
+    settings.take("peft_config.task_type", "peft_config.peft_type", "lora_task_type", "use_peft")
     if found["dropout"] and kind not in ("sft", "reward"):
         draft.changed.append(
             f"lora_dropout: {found['dropout']:g}: is 0 in {kind}, which trains without dropout: the ratio of a policy "

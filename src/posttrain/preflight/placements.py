@@ -20,7 +20,6 @@ from posttrain.domain.adapters import (
     FOLDER,
     SavedAdapter,
     base_files,
-    refuse_whole_training,
 )
 from posttrain.domain.errors import InputError
 from posttrain.domain.flavours import Flavour
@@ -278,8 +277,10 @@ def check_adapters(manifest: Manifest, workspace: OpenWorkspace, source: Path, m
         asked, ref = AdapterConfig.model_validate(given) if given else None, stage.inputs["model"]
         before = _made_adapter(manifest, ref) or _registered_adapter(manifest, stage, workspace, source, model)
         try:
-            if before is not None:
-                before.refuse_other(asked.lora.described(), ref.word) if asked else refuse_whole_training(ref.word)
+            if before is not None and asked is None:
+                before.refuse_whole_training(ref.word)
+            elif before is not None and asked is not None:
+                before.refuse_other(asked.lora.described(), ref.word)
             elif asked is not None:
                 _refuse_unfit(asked.lora, _layers(manifest, stage, workspace, source, model))
         except InputError as error:

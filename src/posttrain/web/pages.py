@@ -214,13 +214,16 @@ class ModelCard:
     chosen: str = ""  # "probe/accuracy 0.91 at step 40" for the best model by the stage's probe; "" for the last model
     regressions: tuple[str, ...] = ()  # a line for each metric that is significantly worse than before
     judge: bool = False  # whether the model is a reward model: a sequence classifier with one label
+    adapter_of: str = ""  # the base of an adapter, with its digest; "" for a whole model
+    form: str = ""  # of a model with an adapter: adapter, or merged
 
     @property
     def front_matter(self) -> str:
         """YAML for model hubs: library, task, base model, results."""
         kinds = sorted({stage.kind for stage in self.stages})
         task = "text-classification" if self.judge else "text-generation"
-        head: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": task}
+        library = "peft" if self.form == "adapter" else "transformers"
+        head: dict[str, Any] = {"library_name": library, "pipeline_tag": task}
         head["tags"] = ["posttrain", *(kind.replace("_", "-") for kind in kinds)]
         if self.base.startswith("hf:"):
             head["base_model"] = self.base.removeprefix("hf:").partition("@")[0]

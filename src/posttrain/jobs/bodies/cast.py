@@ -69,6 +69,7 @@ def _merged(folder: Path, given: str | None) -> Iterator[Mapping[str, Any]]:
     shutil.rmtree(folder / FOLDER)
     save_model(model, None, folder)
     for path in sorted(folder.glob("*.safetensors")):
+        shutil.copymode(folder / "config.json", path)
         yield {"file": path.name, "tensors": 0, "dtype": kind}
 
 

@@ -25,7 +25,6 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from posttrain.data.rows import prompt_text, read_rows, uniform
-from posttrain.domain.adapters import refuse_whole_training
 from posttrain.domain.canonical import derive_seed
 from posttrain.domain.errors import InputError
 from posttrain.domain.jobs import GANG, JobResult, Metric, Note, Output, Progress
@@ -52,7 +51,7 @@ from posttrain.engine.loop.controller import Controller, FromRows, Limits, Order
 from posttrain.engine.loop.on_policy import OnPolicy
 from posttrain.engine.loop.publication import Roles
 from posttrain.engine.loop.recipe import Recipe
-from posttrain.engine.models.adapters import in_folder
+from posttrain.engine.models.adapters import in_folder, read_adapter
 from posttrain.engine.models.files import (
     LabelledRow,
     ModelSource,
@@ -339,7 +338,7 @@ def _source(job: Job, config: TrainingConfig, role: RoleSpec) -> ModelSource | S
     folder, dtype = job.input(role.model), config.runtime.dtype
     lora = config.adapter.lora if config.adapter and role.trained else None
     if role.trained and lora is None and in_folder(folder):
-        refuse_whole_training(job.label(role.model))
+        read_adapter(folder).refuse_whole_training(job.label(role.model))
     source = ModelSource if role.head == "language" else ScalarSource
     quantize = config.adapter.quantize if config.adapter and role.trained else None
     return source(folder, dtype, lora, derive_seed(job.order.seed, "adapter", role.name), quantize)
