@@ -81,7 +81,12 @@ def merged_and_adapter_answer_alike(bench: Workbench, folder: Path, model: str, 
     assert "has an adapter, which transformers would ignore" in error
     merged, adapter, base = (str(folder / name) for name in ("merged", "adapter", "base"))
     bench.run("export", model, merged, "--merged")
-    bench.run("export", model, adapter, "--adapter")
+    told = bench.run("export", model, adapter, "--adapter").out
+    assert "an adapter of model:tiny@1: posttrain export model:tiny@1 BASE writes its base" in told
+    card = (Path(adapter) / "README.md").read_text()
+    assert "library_name: peft" in card
+    assert "| adapter of | model:tiny@1 sha256:" in card
+    assert "PeftModel.from_pretrained" in card
     bench.run("export", "model:tiny", base)
     error = bench.run("export", "model:tiny", str(folder / "no"), "--merged", code=2).error
     assert "has no adapter, so it cannot be exported as merged" in error
@@ -103,6 +108,7 @@ def merged_and_adapter_answer_alike(bench: Workbench, folder: Path, model: str, 
     again = bench.run("asset", "ls", "model", "-o", "json").json
     [same] = [one for one in again if one["name"] == "again"]
     assert same["digest"] == digest, "an exported adapter with its base is the model that was exported"
+    assert "model model:tiny@1" in bench.run("lineage", "model:again").out
     assert "no whole model, so its base must be given" in bench.run("asset", "add", "model:x", adapter, code=2).error
     wrong = bench.write("wider.yaml", {"hidden_size": 48, "intermediate_size": 64, "layers": 1, "context_length": 96})
     bench.run("asset", "create", "model:wider", str(wrong), "--seed", "1")
@@ -152,4 +158,7 @@ def test_a_whole_model_is_not_trained_where_it_has_an_adapter(bench: Workbench) 
     run["stages"]["sft"]["adapter"] = LORA
     bench.write("run.yaml", run)
     error = bench.run("plan", "run.yaml", code=2).error
-    assert "stages.grpo: model sft has an adapter, but the stage trains whole models; add adapter: {lora: …}" in error
+    assert (
+        "stages.grpo: model sft has an adapter, but the stage trains whole models; add adapter: {lora: {rank: 4"
+        in error
+    )

@@ -65,7 +65,7 @@ def test_a_hostile_configuration_is_refused_or_read(value: Any) -> None:
 
 @pytest.mark.parametrize(
     ("lora", "word"),
-    [({"rank": 4}, "rank 8"), ({"alpha": 8.0}, "alpha 16"), ({"rslora": True}, "rslora False"),
+    [({"rank": 4}, "rank 8"), ({"alpha": 8.0}, "alpha 16"), ({"rslora": True}, "rslora false"),
      ({"targets": ("k_proj",)}, r"targets \[q_proj, v_proj\]")],
 )  # fmt: skip
 def test_a_stage_continues_the_same_adapter_only(lora: dict[str, Any], word: str) -> None:
