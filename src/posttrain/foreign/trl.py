@@ -173,6 +173,13 @@ _BECOMES = {  # fields of the run file → the TRL settings that determine them
     "label_smoothing": "label_smoothing",
     "desirable_weight": "desirable_weight",
     "undesirable_weight": "undesirable_weight",
+    "adapter.lora.rank": "lora_r peft_config.r",
+    "adapter.lora.alpha": "lora_alpha peft_config.lora_alpha",
+    "adapter.lora.dropout": "lora_dropout peft_config.lora_dropout",
+    "adapter.lora.targets": "lora_target_modules peft_config.target_modules",
+    "adapter.lora.rslora": "use_rslora peft_config.use_rslora",
+    "adapter.quantize": "load_in_4bit bnb_4bit_quant_type",
+    "adapter": "use_peft lora_task_type peft_config.task_type peft_config.peft_type",
 }
 _OURS = {name: fields for fields, names in _BECOMES.items() for name in names.split()}
 _PLAIN_LORA: dict[str, tuple[Any, ...]] = {
@@ -238,6 +245,10 @@ def from_trl(settings: Settings, rows: int | None = None) -> Draft:
             draft.fill_in.append(f"max_length {stage['max_length']}: {_NEVER_CUT}; drop or split such rows")
         _losses_of_rows(settings, draft, stage, kind)
     steps = _length(settings, draft, stage, rows)
+    # the kind of the stage decides the task; without an adapter, its settings have no effect
+    settings.taken.update(
+        name for name, place in _OURS.items() if place == "adapter" or place.startswith("adapter.lora")
+    )
     if settings.flag("use_peft") or any(name.startswith("peft_config.") for name in settings.values):
         stage["adapter"] = {"lora": _lora(settings, draft, kind)}
         nf4 = settings.values.get("bnb_4bit_quant_type", "nf4") == "nf4"
@@ -458,16 +469,12 @@ def _lora(settings: Settings, draft: Draft, kind: str) -> dict[str, Any]:
         "targets": "auto" if list(names) == ["all-linear"] else sorted(names),
         "rslora": settings.flag("peft_config.use_rslora", "use_rslora"),
     }
-    # the kind of the stage decides the task
-    settings.take("peft_config.task_type", "peft_config.peft_type", "lora_task_type", "use_peft")
     if found["dropout"] and kind not in ("sft", "reward"):
         draft.changed.append(
             f"lora_dropout: {found['dropout']:g}: is 0 in {kind}, which trains without dropout: the ratio of a policy "
             "to itself must be 1"
         )
         found["dropout"] = 0.0
-    draft.carry("r", found["rank"], "adapter.lora.rank", found["rank"])
-    draft.carry("target_modules", targets or "default", "adapter.lora.targets", found["targets"])
     return found
 
 
