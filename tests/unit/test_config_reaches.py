@@ -319,7 +319,7 @@ def cases() -> tuple[list[Case], list[Case], list[str]]:
             if path == "reward_model":  # in the place of `reward`
                 moved.append(Case(kind, path, "reward_model", alone={"reward": None}))
                 continue
-            if path == "adapter.lora.dropout" and not getattr(model, "dropout", False):  # refused: e2e/test_adapted_runs.py
+            if path == "adapter.lora.dropout" and not getattr(model, "dropout", False):  # refused
                 continue
             if path == "adapter.quantize":  # needs bitsandbytes: ecosystem/test_quantised.py
                 continue

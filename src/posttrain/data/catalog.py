@@ -5,6 +5,7 @@ with one row in memory at a time. The bytes of a data set may be external; if so
 location and digest.
 """
 
+import json
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -36,8 +37,8 @@ from posttrain.data.refs import (
     refuse_elsewhere,
 )
 from posttrain.data.rows import each_row, has_answer, prompt_text
-from posttrain.domain.adapters import CONFIG as ADAPTER, FOLDER, WEIGHTS, has_adapter
-from posttrain.domain.canonical import DIGEST_PREFIX, digest_bytes, digest_json, is_digest
+from posttrain.domain.adapters import CONFIG as ADAPTER, FOLDER, WEIGHTS, SavedAdapter, has_adapter
+from posttrain.domain.canonical import DIGEST_PREFIX, canonical_json, digest_bytes, digest_json, is_digest
 from posttrain.domain.errors import InputError, IntegrityError, NotFoundError, PosttrainError, nearest
 from posttrain.domain.manifest import InputRef, Manifest
 from posttrain.domain.ports import BlobStore
@@ -47,6 +48,7 @@ from posttrain.store.atomic import make_folder
 from posttrain.store.external import EXTERNAL, URI, VERSION, ChangedError, External, check_external, fetch_external
 from posttrain.store.hosts import Ledger
 from posttrain.store.trees import (
+    TreeFile,
     beside_model,
     file_digest,
     files_digest,
@@ -55,6 +57,7 @@ from posttrain.store.trees import (
     not_taken,
     put_extended,
     put_files,
+    put_listing,
     put_tree,
     stored_sizes,
     tree_digest,
@@ -239,8 +242,14 @@ class Catalog:
         found = inspect_adapter(folder, below.ref, below.digest, shapes_of(self._blobs, listing))
         meta = {**{key: value for key, value in below.meta.items() if key not in _OF_THE_BASE}, **found}
         with self._blobs.holding():
-            own = put_files(self._blobs, {f"{FOLDER}/{file}": folder / file for file in (ADAPTER, WEIGHTS)})
-            digest = put_extended(self._blobs, below.digest, own)
+            saved = SavedAdapter.from_json(json.loads((folder / ADAPTER).read_bytes()), f"{folder.name}/{ADAPTER}")
+            config = canonical_json(saved.to_json())  # as a job writes it, so that the same adapter has the same digest
+            own = put_files(self._blobs, {f"{FOLDER}/{WEIGHTS}": folder / WEIGHTS})
+            files = {
+                **tree_listing(self._blobs, own),
+                f"{FOLDER}/{ADAPTER}": TreeFile(self._blobs.put(config), len(config)),
+            }
+            digest = put_extended(self._blobs, below.digest, put_listing(self._blobs, files))
             return self.add_together(self.version("model", name, digest, "tree", meta, (below.digest,)))[0]
 
     def _register(
