@@ -19,7 +19,7 @@ from workbench import Workbench
 from posttrain.domain.adapters import FOLDER, WEIGHTS, base_files
 from posttrain.store.trees import tree_listing
 
-pytestmark = pytest.mark.journey
+pytestmark = [pytest.mark.journey, pytest.mark.slow]
 
 LORA: dict[str, Any] = {"lora": {"rank": 4, "alpha": 8}}
 
