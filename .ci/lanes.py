@@ -72,7 +72,7 @@ SLOW = (
             *_tests("contract", "cluster", "forkserver", "kv_stores", "observer", "reward_cell", "reward_contract",
                     "reward_network", "rollout_contract", "rollout_schedules", "sharded_loading", "sharded_roles",
                     "supported_models", "train_engine_contract", "weight_transport"),
-            *_tests("e2e", "best", "distill", "forked_jobs", "models_out", "outside_models", "sizes", "turns"),
+            *_tests("e2e", "adapted_runs", "best", "distill", "forked_jobs", "models_out", "outside_models", "sizes", "turns"),
             *_tests("unit", "config_reaches", "engine_algorithm_protocol", "engine_distill", "engine_groups_payload",
                     "engine_groups_typing", "engine_head_gradient", "engine_heap", "engine_lag", "engine_recipes",
                     "engine_stopping", "engine_streaming", "engine_turns", "engine_wide", "evaluate_job", "job_start",
