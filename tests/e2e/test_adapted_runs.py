@@ -13,7 +13,7 @@ import pytest
 import torch
 from peft import PeftModel
 from tiny_run import RUN
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from workbench import Workbench
 
 from posttrain.domain.adapters import FOLDER, WEIGHTS, base_files
@@ -139,7 +139,7 @@ def merged_and_adapter_answer_alike(bench: Workbench, folder: Path, model: str, 
         ({"sft": {"adapter": {"lora": {"r": 4}}}}, "adapter.lora.r: unknown key (did you mean 'rank'?)"),
         (
             {"sft": {"adapter": {"lora": {"targets": ["query"]}}}},
-            "of the model is named query; it has down_proj",
+            "no linear layer is named query; the model has down_proj",
         ),
     ],
 )
@@ -151,6 +151,27 @@ def test_an_adapter_that_cannot_be_is_refused_by_the_plan(
     adapted(bench)
     text = bench.run("plan", "run.yaml").out
     assert "reference" not in text, "the policy computes its reference"
+
+
+def test_an_adapter_of_a_mixture_of_experts_may_have_a_rank_above_their_number(
+    bench: Workbench, tmp_path: Path
+) -> None:
+    folder = tmp_path / "experts"
+    bench.run("export", "model:tiny", str(folder))
+    given = json.loads((folder / "config.json").read_text())
+    shape = {key: given[key] for key in ("vocab_size", "hidden_size", "pad_token_id", "eos_token_id")}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 96}
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, **experts, **heads)).save_pretrained(folder)
+    bench.run("asset", "add", "model:experts", str(folder))
+    sft = {**RUN["stages"]["sft"], "steps": 1, "adapter": {"lora": {"rank": 8}}}
+    run = {key: value for key, value in RUN.items() if key not in ("gates", "release", "rewards")}
+    bench.write("run.yaml", {**run, "model": "model:experts", "stages": {"sft": sft}})
+    bench.run("run", "run.yaml")
+    sft["adapter"] = {"lora": {"targets": ["gate_proj"]}}
+    bench.write("run.yaml", {**run, "model": "model:experts", "stages": {"sft": sft}})
+    error = bench.run("plan", "run.yaml", code=2).error
+    assert "no linear layer is named gate_proj; the model has k_proj, o_proj, q_proj, v_proj" in error
 
 
 def test_a_whole_model_is_not_trained_where_it_has_an_adapter(bench: Workbench) -> None:

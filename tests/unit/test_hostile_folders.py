@@ -15,6 +15,7 @@ import pytest
 from control_bench import TRAIN_ONLY, Bench, train
 
 from posttrain.control import actions
+from posttrain.domain.adapters import CONFIG, FOLDER, WEIGHTS
 from posttrain.domain.canonical import digest_bytes
 from posttrain.domain.errors import InputError, IntegrityError
 from posttrain.domain.jobs import Note, Sample
@@ -81,15 +82,21 @@ def answered(**words: Any) -> Leave:
     return leave
 
 
-def output(make: Callable[[Path], Any], form: str = "tree") -> Leave:
-    """A job whose model is something else."""
+def output(make: Callable[[Path], Any], form: str = "tree", over: str = "") -> Leave:
+    """A job whose model is something else, or extends the model of an input."""
 
     def leave(folder: AttemptFolder) -> None:
         folder.outputs.mkdir(parents=True)
         make(folder.outputs / "model")
-        answered(outputs={"model": {"path": "outputs/model", "form": form}})(folder)
+        answered(outputs={"model": {"path": "outputs/model", "form": form, "over": over}})(folder)
 
     return leave
+
+
+def adapter(path: Path) -> None:
+    path.joinpath(FOLDER).mkdir(parents=True)
+    for name in (CONFIG, WEIGHTS):
+        path.joinpath(FOLDER, name).touch()
 
 
 def sparse(path: Path, size: int = 10 << 40) -> None:
@@ -143,6 +150,10 @@ FAILED: dict[str, Leave] = {
     "sparse output of few": output(lambda path: sparse(path, 3 << 30), "file"),
     "fifo in an output": output(lambda path: instead(path / "x", "fifo")),
     "socket as an output": output(lambda path: instead(path, "socket"), "file"),
+    "adapter of a data set": output(adapter, over="data"),
+    "adapter of another slot": output(adapter, over="elsewhere"),
+    "adapter as a file": output(Path.touch, "file", over="model"),
+    "more than an adapter": output(lambda path: [adapter(path), (path / "config.json").touch()], over="model"),
 }
 
 

@@ -127,13 +127,13 @@ def _lift(folder: Path) -> None:
 
 def _converted(folder: Path, dtype: str | None, *, merge: bool, progress: Callable[[str], None]) -> tuple[str, bool]:
     """Merge an adapter and convert weights, in place; return the types of the weights, and whether they changed."""
-    stored = floating_types(folder)
-    cast = dtype is not None and stored != {dtype}
-    if cast or merge:
+    stored = floating_types(folder, below=not merge)
+    if merge or (dtype is not None and stored != {dtype}):
         request = {"folder": str(folder), "dtype": dtype, "merge": merge}
         for answer in foreground.answers(_CAST, request, timeout=_CAST_SECONDS):
             progress(f"{answer['file']} in {answer['dtype']}")
-    return dtype or ", ".join(sorted(floating_types(folder))), cast
+    written = floating_types(folder)
+    return dtype or ", ".join(sorted(written)), written != stored
 
 
 def _named(workspace: Workspace, digest: str) -> str:

@@ -235,7 +235,7 @@ def _publish(
     for name, output in result.outputs.items():
         digest = folder.store_output(blobs, name, output)
         if output.over:
-            if output.over not in inputs or output.form != "tree":
+            if output.form != "tree" or inputs.get(output.over, {}).get("form") != "tree":
                 raise IntegrityError(f"output {name} must extend a model of the stage's inputs, got {output.over!a}")
             digest = put_extended(blobs, str(inputs[output.over]["digest"]), digest)
         found[name] = {"digest": digest, "form": output.form}

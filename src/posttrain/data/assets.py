@@ -417,13 +417,17 @@ def _refuse_pickle(path: Path, folder: Path) -> None:
 _TYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
-def floating_types(folder: Path) -> set[str]:
-    """Return the floating-point types of the weights below a folder, by their headers: `{"bfloat16"}`.
+def floating_types(folder: Path, *, below: bool = True) -> set[str]:
+    """Return the floating-point types of the weights in a folder, by their headers: `{"bfloat16"}`.
+
+    Args:
+        below: whether files in folders below the folder count, where the adapter of a model is.
 
     Raises:
         InputError: a file is not in safetensors format.
     """
-    kinds = {tensor["dtype"] for path in folder.rglob("*.safetensors") for tensor in _header(path).values()}
+    paths = (folder.rglob if below else folder.glob)("*.safetensors")
+    kinds = {tensor["dtype"] for path in paths for tensor in _header(path).values()}
     return {_TYPES.get(kind, kind.lower()) for kind in kinds if "F" in kind}
 
 

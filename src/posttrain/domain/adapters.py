@@ -102,22 +102,24 @@ class SavedAdapter:
         named = isinstance(targets, list) and targets and all(isinstance(one, str) for one in targets)
         known = type(rank) is int and type(alpha) in (int, float)
         if not (known and 1 <= rank <= MOST_RANK and 0 < alpha < math.inf):
-            raise InputError(f"{where}: r and lora_alpha must be positive numbers, got {rank!r} and {alpha!r}")
+            raise InputError(
+                f"{where}: r must be from 1 to {MOST_RANK} and lora_alpha above 0, got {rank!r:.20} and {alpha!r:.20}; "
+                "save the adapter again with peft"
+            )
         if not (named or (isinstance(targets, str) and targets)):
-            raise InputError(f"{where}: target_modules must name linear layers, got {targets!r:.60}")
+            raise InputError(
+                f"{where}: target_modules must name linear layers, got {targets!r:.60}; save the adapter again with "
+                "peft"
+            )
         told = tuple(sorted(targets)) if isinstance(targets, list) else str(targets)
         return cls(rank, float(alpha), told, bool(value.get("use_rslora")), bool(whole))
 
-    def to_json(self, base: str | None = None) -> dict[str, Any]:
-        """Return the configuration in peft's words.
-
-        Args:
-            base: the name of the base, which peft's `Auto…` classes open.
-        """
+    def to_json(self) -> dict[str, Any]:
+        """Return the configuration in peft's words, without the name of a base, which only an export has."""
         return {
             "peft_type": "LORA",
             "task_type": "SEQ_CLS" if self.scores else "CAUSAL_LM",
-            "base_model_name_or_path": base,
+            "base_model_name_or_path": None,
             "bias": "none",
             "inference_mode": True,
             "lora_alpha": self.alpha,
@@ -137,6 +139,24 @@ class SavedAdapter:
                     f"model {name} has an adapter of {word} {_said(has)}, which the stage continues, but it declares "
                     f"{word} {_said(declares)}; write {self.written}, or train on a merged model (posttrain export "
                     "--merged, posttrain asset add)"
+                )
+
+    def refuse_unfit(self, layers: Mapping[str, int]) -> None:
+        """Raise InputError if a target names no layer of a model, or the rank is above a layer's size.
+
+        Args:
+            layers: the model's linear layers by name, each with the smaller of its two sizes.
+        """
+        of_layers = sorted({name.rpartition(".")[2] for name in layers if ".layers." in name})
+        for target in of_layers if self.targets == AUTO else self.targets:
+            found = {name: size for name, size in layers.items() if name == target or name.endswith(f".{target}")}
+            if not found:
+                known = ", ".join(of_layers)
+                raise InputError(f"adapter.lora.targets: no linear layer is named {target}; the model has {known}")
+            if self.rank > (most := min(found.values())):
+                raise InputError(
+                    f"adapter.lora.rank must be at most {most}, the size of {target}, got {self.rank}; lower it, or "
+                    f"name targets without {target}"
                 )
 
     @property

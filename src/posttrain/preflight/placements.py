@@ -29,7 +29,7 @@ from posttrain.domain.manifest import InputRef, Manifest, StageManifest
 from posttrain.domain.rendering import CONFIG, is_classifier
 from posttrain.domain.roles import DECLARED, ROLLOUT, RoleSpec
 from posttrain.domain.runspec import RunSpec
-from posttrain.engine.settings import AdapterConfig, LoraConfig
+from posttrain.engine.settings import AdapterConfig
 from posttrain.execution.executors.local.executor import LocalExecutor
 from posttrain.execution.machine import Gpu, Machine, room_of, this_machine
 from posttrain.execution.trainers.native import gpu_visible
@@ -281,8 +281,8 @@ def check_adapters(manifest: Manifest, workspace: OpenWorkspace, source: Path, m
                 before.refuse_whole_training(ref.word)
             elif before is not None and asked is not None:
                 before.refuse_other(asked.lora.described(), ref.word)
-            elif asked is not None:
-                _refuse_unfit(asked.lora, _layers(manifest, stage, workspace, source, model))
+            elif asked is not None and (layers := _layers(manifest, stage, workspace, source, model)):
+                asked.lora.described().refuse_unfit(layers)
         except InputError as error:
             raise InputError(f"{place}: {error}") from error
 
@@ -321,37 +321,37 @@ def _registered_adapter(
 
 def _layers(
     manifest: Manifest, stage: StageManifest, workspace: OpenWorkspace, source: Path, model: str | None
-) -> dict[str, int] | None:
-    """Return the linear layers of a stage's model, by their names in the model, with their smaller sizes.
+) -> dict[str, int]:
+    """Return the linear layers of a stage's model by name, each with the smaller of its sizes; empty: not available.
 
-    For a model that the run initialises, the names are those within a layer. None: the model is not available.
+    A model's experts and routers are left out, because transformers makes no linear layers of them.
     """
     ref = origin(manifest, stage, "model")
     if isinstance(ref, StageManifest):
         shape = _made(ref)
-        return {f".layers.{name}": min(sizes) for name, sizes in shape.linear_layers.items()} if shape else None
+        if shape is None:
+            return {}
+        sizes = {f"{_part(name)}.{name}": min(of) for name, of in shape.linear_layers.items()}
+        linear = {f"model.layers.{n}.{name}": size for n in range(shape.layers) for name, size in sizes.items()}
+        return {**linear, "lm_head": min(shape.hidden, shape.vocabulary)}
     word = word_of(ref, model)
     if ref.digest is None or (word is None and not workspace.blobs.has(ref.digest)):
-        return None
+        return {}
     with bytes_of(ref):
         shapes = weight_shapes(workspace, ref, word, source.parent)
-    return {name.removesuffix(".weight"): min(shape) for name, shape in shapes.items() if len(shape) == 2}
+    found = {name.removesuffix(".weight"): min(of) for name, of in shapes.items() if len(of) == 2 and _linear(name)}
+    embeddings = [min(of) for name, of in shapes.items() if "embed" in name and ".layers." not in name]
+    return {"lm_head": max(embeddings), **found} if found and embeddings else found  # a tied head is not stored
 
 
-def _refuse_unfit(lora: LoraConfig, layers: Mapping[str, int] | None) -> None:
-    """Reject targets that match nothing, and a rank above the size of a layer."""
-    inner = {name: size for name, size in (layers or {}).items() if ".layers." in name}
-    for target in dict.fromkeys(name.rpartition(".")[2] for name in inner) if lora.targets == "auto" else lora.targets:
-        found = {name: size for name, size in inner.items() if name.endswith(f".{target}")}
-        if layers and not found and target != "lm_head":
-            known = ", ".join(sorted({name.rpartition(".")[2] for name in inner}))
-            raise InputError(f"adapter.lora.targets: no layer of the model is named {target}; it has {known}")
-        most = min(found.values(), default=lora.rank)
-        if lora.rank > most:
-            raise InputError(
-                f"adapter.lora.rank must be at most {most}, the size of {target}, got {lora.rank}; lower it, or name "
-                f"targets without {target}"
-            )
+def _part(linear: str) -> str:
+    return "self_attn" if linear in ("q_proj", "k_proj", "v_proj", "o_proj") else "mlp"
+
+
+def _linear(name: str) -> bool:
+    """Return whether a stored matrix is the weight of a linear layer of a decoder layer, or of the output head."""
+    inner = ".layers." in name and ".experts." not in name and not name.endswith((".gate.weight", ".router.weight"))
+    return name.endswith(".weight") and (inner or name == "lm_head.weight")
 
 
 def fallback_warnings(

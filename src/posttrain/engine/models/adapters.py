@@ -199,7 +199,9 @@ def _inject(module: PreTrainedModel, saved: SavedAdapter, dropout: float) -> Non
         use_rslora=saved.rslora,
         bias="none",
     )
-    _refuse_unfit(module, saved)
+    if isinstance(saved.targets, tuple):  # peft checks its own patterns
+        linear = {name: part for name, part in module.named_modules() if isinstance(part, nn.Linear)}
+        saved.refuse_unfit({name: min(part.in_features, part.out_features) for name, part in linear.items()})
     try:
         peft.inject_adapter_in_model(wanted, module, adapter_name=_NAME)
     except ValueError as error:
@@ -207,32 +209,6 @@ def _inject(module: PreTrainedModel, saved: SavedAdapter, dropout: float) -> Non
     if saved.scores:
         module.get_submodule(HEAD).requires_grad_(True)
     setattr(module, _ATTRIBUTE, saved)
-
-
-def _refuse_unfit(module: PreTrainedModel, saved: SavedAdapter) -> None:
-    """Refuse targets that match nothing or are no linear layers, and a rank above the size of a layer.
-
-    Raises:
-        InputError: see above; the message names the layer.
-    """
-    if not isinstance(saved.targets, tuple):
-        return  # peft's own patterns, which peft checks
-    parts = dict(module.named_modules())
-    for target in saved.targets:
-        found = {n: p for n, p in parts.items() if n == target or n.endswith(f".{target}")}
-        if not found:
-            known = ", ".join(linear_layers(module))
-            raise InputError(f"adapter.lora.targets: no layer of the model is named {target}; it has {known}")
-        for name, part in found.items():
-            if not isinstance(part, nn.Linear):
-                raise InputError(
-                    f"adapter.lora.targets: {name} must be a linear layer, got {type(part).__name__}; remove {target}"
-                )
-            if saved.rank > (most := min(part.in_features, part.out_features)):
-                raise InputError(
-                    f"adapter.lora.rank must be at most {most}, the size of {name}, got {saved.rank}; lower it, or "
-                    f"remove {target} from targets"
-                )
 
 
 def _peft() -> Any:

@@ -29,7 +29,6 @@ def cast(request: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     folder, given = Path(request["folder"]), request["dtype"]
     if request.get("merge"):
         yield from _merged(folder, given)
-    if given is None:
         return
     name = str(given)
     dtype: torch.dtype = getattr(torch, name)
@@ -52,7 +51,11 @@ def cast(request: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def _merged(folder: Path, given: str | None) -> Iterator[Mapping[str, Any]]:
-    """Replace the weights of a base by their sums with the adapter, in the type `given` or in that of the base."""
+    """Replace the weights of a base by their sums with the adapter, in the type `given` or in that of the base.
+
+    Raises:
+        InputError: the base is stored quantised, or a weight or a sum is not finite in the type.
+    """
     from posttrain.engine.models.adapters import merge
     from posttrain.engine.models.files import is_sequence_classifier, load_model, load_scalar_model, save_model
 
@@ -63,14 +66,17 @@ def _merged(folder: Path, given: str | None) -> Iterator[Mapping[str, Any]]:
     kind = given or str(config.get("dtype") or config.get("torch_dtype") or "float32")
     load = load_scalar_model if is_sequence_classifier(folder) else load_model
     model = load(folder, dtype=kind)
-    merge(model.module)
+    for name, weight in merge(model.module).state_dict().items():
+        if weight.is_floating_point() and not bool(weight.isfinite().all()):
+            raise InputError(f"{name}: not every weight is finite in {kind}; export bfloat16 or float32, or --adapter")
     for path in files:
         path.unlink()
     shutil.rmtree(folder / FOLDER)
     save_model(model, None, folder)
     for path in sorted(folder.glob("*.safetensors")):
         shutil.copymode(folder / "config.json", path)
-        yield {"file": path.name, "tensors": 0, "dtype": kind}
+        with safe_open(path, "pt") as file:
+            yield {"file": path.name, "tensors": len(file.keys()), "dtype": kind}
 
 
 def _as(tensor: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
