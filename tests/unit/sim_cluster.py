@@ -310,6 +310,11 @@ class ClusterJobs(Jobs):
                 self._die(job)
                 self.changed(job.stage.partition("/")[0])
 
+    def _computes(self, job: SimJob) -> bool:
+        """Whether a job computes that the scheduler reaches; one that its agent gave up is dead at once."""
+        agent = self._nodes[job.actor.name].agent if job.computes else None
+        return agent is not None and not agent.lost and not self.is_zombie(job)
+
     def strike(self, dice: Random) -> None:
         """See `Jobs.strike`."""
         living = [job for job in self.all if job.lives and not self.is_zombie(job)]
@@ -341,7 +346,7 @@ class ClusterJobs(Jobs):
         """Do what the job does; the agent looks at it after each slice of a step."""
         node, order = agent.node, attempt.read_order()
         job = node.job
-        twins = [one.name for one in self.all if one.computes and one.stage == job.stage and not self.is_zombie(one)]
+        twins = [one.name for one in self.all if one.stage == job.stage and self._computes(one)]
         self._world.must(not twins or node.zombie, f"two jobs of {job.stage} compute: {twins}, {job.name}")
         right = order.epoch == agent.request.epoch
         self._world.must(right, f"{job.name} is of epoch {agent.request.epoch}, told {order.epoch}")
