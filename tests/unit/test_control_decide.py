@@ -145,6 +145,8 @@ def test_whatever_is_decided_is_allowed_and_decided_again(view: View, job_status
         assert not is_final("run", view.run.state)
         assert end.state in {*RUN_TABLE[view.run.state], RunState.SUCCEEDED, RunState.REJECTED}
         assert not any(stage.state == StageState.RUNNING for stage in view.stages)
+        if end.state == RunState.STOPPED:
+            assert all(is_final("stage", stage.state) for stage in view.stages), "one would wait in a run that is over"
 
 
 def _allowed(view: View, stage: StageRecord, job_status: JobStatus, effect: effects.Effect, now: float) -> None:

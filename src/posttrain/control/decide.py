@@ -302,7 +302,7 @@ def settle(view: View) -> MoveRun | None:
     if all(stage.state in _DONE for stage in stages):
         shipped = next((stage.message for stage in stages if kind_of(stage.kind).ships), "every stage is done")
         return MoveRun(run, RunState.SUCCEEDED, Reason.SUCCEEDED, shipped, f"posttrain get {run.id}")
-    if run.state == RunState.STOPPING:
+    if run.state == RunState.STOPPING and all(is_final("stage", stage.state) for stage in stages):
         return MoveRun(
             run, RunState.STOPPED, Reason.STOPPED, "stopped by a person", f"posttrain retry {run.id} resumes it"
         )
