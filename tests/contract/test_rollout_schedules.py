@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
@@ -17,11 +17,12 @@ from posttrain.domain.errors import InputError
 from posttrain.engine.batch import TokenBatch
 from posttrain.engine.models.language_model import LanguageModel, adopt_module
 from posttrain.engine.models.logprobs import token_logprobs
+from posttrain.engine.models.sharding import canonical
 from posttrain.engine.rollout.backends.native import NativeRollout
 from posttrain.engine.rollout.decoding import StopStrings
 from posttrain.engine.rollout.kv_pages import PageStore
 from posttrain.engine.rollout.kv_slots import SlotStore
-from posttrain.engine.rollout.llama_decoder import LlamaDecoder
+from posttrain.engine.rollout.llama_decoder import LlamaDecoder, LowRank
 from posttrain.engine.rollout.port import Generation, KVStore, SamplingParams
 from posttrain.engine.samples import Trajectory
 
@@ -278,6 +279,133 @@ def test_free_slots_are_filled_from_the_queue() -> None:
     engine.submit(work)
     drain(engine, len(work))
     assert engine.counters.steps < 45  # batch by batch: 39 + 9; without refilling before all have ended
+
+
+# --- several versions of an adapter -----------------------------------------------------------------------------------
+
+
+def put_version(model: LanguageModel, number: int) -> None:
+    """Give the adapter the weights of a version."""
+    with torch.no_grad():
+        for at, (name, held) in enumerate(model.module.named_parameters()):
+            if "lora_" in name:
+                held.normal_(std=0.15, generator=torch.Generator().manual_seed(1000 * number + at))
+
+
+@cache
+def _alone_at(family: str, asked: Generation, number: int, store: str) -> Trajectory:
+    """The answer of a version to one generation in an engine of its own."""
+    model = adopt_module(families.build(family))
+    put_version(model, number)
+    engine = NativeRollout(model, LARGE, store=STORES[store], texts=StopStrings(families.tokenizer()))
+    engine.submit([asked])
+    return drain(engine, 1)[asked.id]
+
+
+def play_versions(case: Case, family: str) -> int:
+    """Update after each part of a case, and hold every answer against its version's; return how many were in flight."""
+    model = adopt_module(families.build(family))
+    budget, texts = int(case.lines * 128 * position_bytes(model)), StopStrings(families.tokenizer())
+    engine = engine_of(model, kv_cache=budget, read_every=case.read_every, texts=texts)
+    found, begun, size, version = dict[str, Trajectory](), dict[str, int](), -(-len(case.work) // case.parts), 0
+    for version, first in enumerate(range(0, len(case.work), size)):
+        engine.pause()
+        put_version(model, version)
+        if version % 2:
+            held = dict(engine.attest(()).views or ())
+            shown = {name: one for name, one in held.items() if name.endswith("lora_A.weight")}
+            own = {canonical(name): one for name, one in model.module.named_parameters()}
+            assert shown
+            assert all(torch.equal(one, own[name]) for name, one in shown.items()), "of the version that comes next"
+        engine.update("", str(version))
+        engine.resume()
+        engine.submit(case.work[first : first + size])
+        for _ in range(3):
+            found |= {completion.id: completion.trajectory for completion in engine.completed(0)}
+        begun |= {delta.id: version for delta in engine.progress() if delta.id not in begun}
+    found |= drain(engine, len(case.work) - len(found))
+    flying = 0
+    for asked in case.work:
+        answer = found[asked.id]
+        (own_version,) = answer.versions
+        assert_same(answer, _alone_at(family, asked, int(own_version), chosen[0]))
+        assert asked.id not in begun or int(own_version) == begun[asked.id], "the version that began it"
+        flying += int(own_version) < version
+    copies = {len(low.copies) for low in lows(engine)}
+    assert copies <= set(range(1, case.parts + 1))
+    return flying
+
+
+def lows(engine: NativeRollout) -> list[LowRank]:
+    return [one.low for layer in engine._weights.layers for one in (layer.qkv, layer.down) if one.low is not None]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", families.ADAPTED)
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(case=cases())
+def test_each_of_several_versions_in_flight_finishes_what_it_began(family: str, case: Case) -> None:
+    play_versions(case, family)
+
+
+def test_two_adapters_in_flight_change_no_bit_of_each_other() -> None:
+    work = requests([[3, 4, 5], [7, 8, 9, 10, 11]], 3, limit=50)
+    case = Case(tuple(work[::2] + work[1::2]), 24, 1, 40.0, 2, frozenset())
+    assert play_versions(case, "qwen3-lora1") > 0
+
+
+def test_a_preempted_response_goes_on_with_the_adapter_that_began_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """New responses share its prompt, which each version computes."""
+    small_classes(monkeypatch)
+    model, family = adopt_module(families.build("llama-lora8")), "llama-lora8"
+    engine = engine_of(model, kv_cache=9 * 32 * position_bytes(model))
+    old, new = ([replace(one, id=f"{at}:{one.id}") for one in requests([[3, 4, 5]], 4, limit=80)] for at in range(2))
+    put_version(model, 0)
+    engine.submit(old)
+    while not engine.counters.preemptions:
+        assert not engine.completed(0)
+    engine.pause()
+    put_version(model, 1)
+    engine.update("", "1")
+    engine.resume()
+    engine.submit(new)
+    found = drain(engine, 8)
+    for version, some in enumerate((old, new)):
+        for asked in some:
+            assert_same(found[asked.id], _alone_at(family, asked, version, chosen[0]))
+
+
+def test_the_next_turn_of_a_response_in_flight_is_of_the_new_version_alone() -> None:
+    model = adopt_module(families.build("qwen3-lora1"))
+    engine = engine_of(model, kv_cache=LARGE)
+    put_version(model, 0)
+    asked = replace(requests([[3, 4, 5]], 1, limit=20)[0], session="talk")
+    engine.submit([asked])
+    engine.completed(0)
+    engine.pause()
+    put_version(model, 1)
+    engine.update("", "1")
+    engine.resume()
+    first = drain(engine, 1)[asked.id]
+    assert_same(first, _alone_at("qwen3-lora1", replace(asked, session=""), 0, chosen[0]))
+    turn = replace(asked, id="second", tokens=(*asked.tokens, *first.response.tolist(), 9))
+    engine.submit([turn])
+    assert_same(drain(engine, 1)["second"], _alone_at("qwen3-lora1", replace(turn, session=""), 1, chosen[0]))
+
+
+def test_a_copy_of_an_adapter_is_used_again_after_its_last_response() -> None:
+    model = adopt_module(families.build("qwen3-lora1"))
+    engine = engine_of(model, kv_cache=LARGE)
+    for number in range(6):
+        work = [replace(asked, id=f"{number}:{asked.id}") for asked in requests([[3, 4, 5]], 2, limit=8)]
+        engine.submit(work)
+        engine.completed(0)
+        engine.pause()
+        put_version(model, number + 1)
+        engine.update("", str(number + 1))
+        engine.resume()
+        drain(engine, 2)
+    assert {len(low.copies) for low in lows(engine)} == {2}
 
 
 @pytest.mark.parametrize("in_flight", ["recompute", "keep_kv"])

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from posttrain.domain.errors import JobFailedError
-from posttrain.engine.rollout.llama_decoder import LlamaDecoder
+from posttrain.engine.rollout.llama_decoder import LlamaDecoder, Share
 from posttrain.engine.rollout.page_attention import Looks, attend_pages, fits_varlen
 from posttrain.engine.rollout.port import Context, KVShape, Positions
 
@@ -282,9 +282,9 @@ class GraphedSteps:
         self._asked: Counter[tuple[int, ...]] = Counter()
         self._memory: tuple[int, int] = (0, 0)
 
-    def step(self, tokens: Tensor, positions: Positions) -> Tensor:
-        """See `LlamaDecoder.step`. The logits are valid until the next step."""
-        count = len(positions)
+    def step(self, tokens: Tensor, positions: Positions, copies: Sequence[int] | None = None) -> Tensor:
+        """See `LlamaDecoder.step`. The logits are valid until the next step; a step of several copies is computed."""
+        count, shares = len(positions), self._decoder.shares(copies)
         rows = self._decoder.rows(padded_size(count, _ROWS))
         padded = np.pad(positions, (0, rows - count))
         self._store.begin_step(padded)
@@ -294,24 +294,24 @@ class GraphedSteps:
         memory = (self._decoder.rotations, self._store.allocated)
         if memory != self._memory:
             self._recorded, self._memory = {}, memory
-        size = tuple(map(len, inputs))
+        size = (*map(len, inputs), shares[0][0])
         self._asked[size] += 1
-        if size not in self._recorded and self._asked[size] <= _AFTER:
-            return self._decoder.decode(self._store, inputs[0], inputs[1], rows)[:count]
+        if len(shares) > 1 or (size not in self._recorded and self._asked[size] <= _AFTER):
+            return self._decoder.decode(self._store, inputs[0], inputs[1], rows, shares)[:count]
         if size not in self._recorded:
-            self._recorded[size] = self._recording(tuple(given.clone() for given in inputs), rows)
+            self._recorded[size] = self._recording(tuple(given.clone() for given in inputs), rows, shares)
         recorded = self._recorded[size]
         for held, given in zip(recorded.inputs, inputs, strict=True):
             held.copy_(given)
         return recorded.replay()[:count]
 
-    def _recording(self, held: tuple[Tensor, ...], rows: int) -> _Recorded:
+    def _recording(self, held: tuple[Tensor, ...], rows: int, shares: Sequence[Share]) -> _Recorded:
         tokens, places, row, page, used, writes = held
         step = Step(Looks(rows, row, page, used), writes)
 
         def run() -> Tensor:
             self._store.step = step
-            return self._decoder.decode(self._store, tokens, places, rows)
+            return self._decoder.decode(self._store, tokens, places, rows, shares)
 
         return _Recorded(held, self._record(run))
 

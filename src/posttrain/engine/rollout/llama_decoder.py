@@ -51,6 +51,8 @@ _ANGLES = 1024  # growth of rotary tables, positions
 _CHUNK = 1024  # tokens of one prompt computed at a time
 _RANKS = 16  # ranks of adapters are padded to a multiple
 _PIECE = 512  # tokens per MLP pass on a CPU: a quarter faster than 5,120 (benchmark model)
+Share = tuple[int, Tensor | None]  # a copy of the adapter, and 1 for its rows and 0 for others, [rows, 1]; None: all
+ALL: tuple[Share, ...] = ((0, None),)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,51 +60,62 @@ class LowRank:
     """The adapters of the layers of one fused product, as two products: s · up (down x).
 
     `up` is block-diagonal. The sum of the ranks is padded with zeros to a multiple of 16, because a product with fewer
-    rows of `down` has other bits in other company. Both are copies, which `refresh` renews.
+    rows of `down` has other bits in other company. There may be several copies, each with the values of one version:
+    a copy is multiplied with every row, and zeroed for the rows of other copies, so a product has the same shape, and a
+    row the same bits, however many versions are decoded.
     """
 
-    down: Tensor  # [ranks, inputs]
-    up: Tensor  # [outputs, ranks]
-    transposed: Tensor  # a view of `up`, [ranks, outputs]
+    layers: tuple[tuple[Tensor, Tensor, int, int] | None, ...]  # of each: A, B, its first rank, its first output
     scale: float
-    parts: tuple[tuple[Tensor, Tensor, Tensor, Tensor] | None, ...]  # of each layer: A, B, and their places here
+    copies: list[tuple[Tensor, Tensor, Tensor]]  # down [ranks, inputs], up [outputs, ranks], a view of it: [ranks, …]
 
     @classmethod
     def of(cls, linears: Sequence[Any], adapter: SavedAdapter) -> "LowRank | None":
-        """Return the adapters of the layers; None: no layer has one."""
-        own = [adapter_weights(linear) for linear in linears]
-        ranks = sum(len(found[0]) for found in own if found)
-        if not ranks:
+        """Return the adapters of the layers, with one copy; None: no layer has one."""
+        layers, rank, output = list[tuple[Tensor, Tensor, int, int] | None](), 0, 0
+        for linear in linears:
+            found = adapter_weights(linear)
+            layers.append((*found, rank, output) if found else None)
+            rank += len(found[0]) if found else 0
+            output += base_layer(linear).out_features
+        if not rank:
             return None
         like = base_layer(linears[0]).weight
-        outputs = [base_layer(linear).out_features for linear in linears]
-        down = like.new_zeros(-(-ranks // _RANKS) * _RANKS, like.shape[1])
-        up = like.new_zeros(sum(outputs), len(down))
-        parts, row = list[tuple[Tensor, Tensor, Tensor, Tensor] | None](), 0
-        for found, rows, end in zip(own, outputs, accumulate(outputs), strict=True):
-            if found is None:
-                parts.append(None)
+        down = like.new_zeros(-(-rank // _RANKS) * _RANKS, like.shape[1])
+        up = like.new_zeros(output, len(down))
+        return cls(tuple(layers), adapter.scale, [(down, up, up.t())])
+
+    def refresh(self, copy: int) -> None:
+        """Write the adapters' current values into a copy, which is made if it is the next one."""
+        if copy == len(self.copies):
+            down, up, _ = (torch.zeros_like(one) for one in self.copies[0])
+            self.copies.append((down, up, up.t()))
+        for layer, places in zip(self.layers, self.places(copy), strict=True):
+            if layer is not None and places is not None:
+                places[0].copy_(layer[0])
+                places[1].copy_(layer[1])
+
+    def places(self, copy: int) -> Iterator[tuple[Tensor, Tensor] | None]:
+        """Yield the places of A and B of each layer in a copy; None: the layer has no adapter."""
+        down, up, _ = self.copies[copy]
+        for layer in self.layers:
+            if layer is None:
+                yield None
                 continue
-            stop = row + len(found[0])
-            parts.append((*found, down[row:stop], up[end - rows : end, row:stop]))
-            row = stop
-        return cls(down, up, up.t(), adapter.scale, tuple(parts))
+            low, high, rank, output = layer
+            ranks = slice(rank, rank + len(low))
+            yield down[ranks], up[output : output + len(high), ranks]
 
-    def refresh(self) -> None:
-        """Copy the adapters' current values."""
-        for part in self.parts:
-            if part is not None:
-                low, high, down, up = part
-                down.copy_(low)
-                up.copy_(high)
+    def added(self, y: Tensor, x: Tensor, shares: Sequence[Share]) -> Tensor:
+        """Return y + s · up (down x), with the copy of each row."""
+        for copy, own in shares:
+            y = torch.addmm(y, self.lowered(x, copy, own), self.copies[copy][2])
+        return y
 
-    def added(self, y: Tensor, x: Tensor) -> Tensor:
-        """Return y + s · up (down x)."""
-        return torch.addmm(y, self.lowered(x), self.transposed)
-
-    def lowered(self, x: Tensor) -> Tensor:
-        """Return s · down x."""
-        return F.linear(x, self.down).mul_(self.scale)
+    def lowered(self, x: Tensor, copy: int, own: Tensor | None) -> Tensor:
+        """Return s · down x of the copy's own rows, and 0 of others."""
+        low = F.linear(x, self.copies[copy][0]).mul_(self.scale)
+        return low if own is None else low.mul_(own)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -114,15 +127,19 @@ class FusedLinear:
     transposed: Tensor  # a view of the weight, [inputs, outputs]
     low: LowRank | None = None  # the adapters of the layers
 
-    def views(self, names: Sequence[str], sizes: Sequence[int]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the slices of the fused weight, by the names of their layers; `sizes` has the rows of each slice."""
+    def views(self, names: Sequence[str], sizes: Sequence[int], copy: int) -> Iterator[tuple[str, Tensor]]:
+        """Yield the slices of the fused weight and of a copy of the adapter, by the names of their layers.
+
+        Args:
+            sizes: the rows of each slice.
+        """
         for part, held in (("weight", self.weight), ("bias", self.bias)):
             for name, rows, end in zip(names, sizes, accumulate(sizes), strict=True):
                 if held is not None:
                     yield f"{name}.{part}", held[end - rows : end]
-        for name, adapter in zip(names, self.low.parts if self.low else (), strict=False):
+        for name, adapter in zip(names, self.low.places(copy) if self.low else (), strict=False):
             if adapter is not None:
-                yield from ((f"{name}.lora_A.weight", adapter[2]), (f"{name}.lora_B.weight", adapter[3]))
+                yield from ((f"{name}.lora_A.weight", adapter[0]), (f"{name}.lora_B.weight", adapter[1]))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -164,18 +181,21 @@ class FusedWeights:
                     "rollout engine"
                 )
 
-    def refresh(self) -> None:
-        """Copy the adapters' current values, which the decoder does not read in place."""
-        for layer in self.layers:
-            for fused in (layer.qkv, layer.output, layer.gate_up, layer.down):
-                if fused.low is not None:
-                    fused.low.refresh()
-        if self.head.low is not None:
-            self.head.low.refresh()
+    @property
+    def adapted(self) -> bool:
+        """Whether the decoder reads a copy of an adapter over a base that never changes."""
+        return attached(self.module) is not None
 
-    def views(self) -> Iterator[tuple[str, Tensor]]:
+    def refresh(self, copy: int = 0) -> None:
+        """Write the adapters' current values into a copy, because the decoder does not read them in place."""
+        of_layers = [fused for one in self.layers for fused in (one.qkv, one.output, one.gate_up, one.down)]
+        for fused in (*of_layers, self.head):
+            if fused.low is not None:
+                fused.low.refresh(copy)
+
+    def views(self, copy: int = 0) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors that the decoder reads, split into the module's tensors, by name."""
-        self.refresh()
+        self.refresh(copy)
         yield "model.embed_tokens.weight", self.embedding
         for index, (layer, held) in enumerate(zip(self.module.model.layers, self.layers, strict=True)):
             prefix, attention, mlp = f"model.layers.{index}", layer.self_attn, layer.mlp
@@ -192,10 +212,10 @@ class FusedWeights:
             ):
                 place = f"{prefix}.{'self_attn' if part is attention else 'mlp'}"
                 sizes = [base_layer(getattr(part, name)).out_features for name in names]
-                yield from fused.views([f"{place}.{name}" for name in names], sizes)
+                yield from fused.views([f"{place}.{name}" for name in names], sizes, copy)
         yield "model.norm.weight", self.final_norm
         own = {canonical(name) for name in self.addresses}
-        for name, tensor in self.head.views(["lm_head"], [len(self.head.weight)]):
+        for name, tensor in self.head.views(["lm_head"], [len(self.head.weight)], copy):
             yield name if name in own else "model.embed_tokens.weight", tensor
 
 
@@ -330,16 +350,22 @@ class LlamaDecoder:
         embedding = self._weights.embedding
         return KVShape(len(self._weights.layers), self._kv_heads, self._head_dim, embedding.dtype, embedding.device)
 
-    def refresh(self) -> None:
-        """Recompute all tensors that depend on weights, after the weights have changed."""
-        self._weights.refresh()
+    def refresh(self, copy: int = 0) -> None:
+        """Recompute all tensors that depend on weights, after the weights have changed.
+
+        Args:
+            copy: the copy of the adapter that gets its current values.
+        """
+        self._weights.refresh(copy)
         found = [self._head_factors(layer) for layer in self._weights.layers]
         for held, fresh in zip(self._factors, found, strict=False):
             held.copy_(fresh)  # in place, because a recorded step reads these tensors
         self._factors = self._factors or found
 
-    def prefill(self, prompts: Sequence[Sequence[int]], pasts: Sequence[Sequence[Tensor]] = ()) -> Prefix:
-        """Compute tokens of prompts, together.
+    def prefill(
+        self, prompts: Sequence[Sequence[int]], pasts: Sequence[Sequence[Tensor]] = (), copy: int = 0
+    ) -> Prefix:
+        """Compute tokens of prompts, together, with one copy of the adapter.
 
         Args:
             prompts: the tokens to compute.
@@ -353,16 +379,16 @@ class LlamaDecoder:
         x, cosine, sine = self._enter(*self.inputs(tokens, positions))
         plan = None if self._varlen else plan_prompts(lengths, begins, self._heads, x.device)
         pairs: list[Tensor] = []
-        total = sum(lengths)
+        total, shares = sum(lengths), ((copy, None),)
         for index, layer in enumerate(self._weights.layers):
-            heads = self._project(x, index, cosine, sine)
+            heads = self._project(x, index, cosine, sine, shares)
             pair = heads[:total, self._heads :].clone().view(total, 2, self._kv_heads, self._head_dim)
             seen = _interleaved([past[index] for past in pasts], torch.split(pair, lengths)) if pasts else pair
             if plan is None:
                 attended = attend_packed_prompts(heads[:total, : self._heads], seen, lengths, begins)
             else:
                 attended = attend_prompts(heads[:, : self._heads], seen, plan)
-            x = self._finish(x, self._padded(attended, len(x)), layer)
+            x = self._finish(x, self._padded(attended, len(x)), layer, shares)
             pairs.append(seen)
         ends = list(accumulate(b + n for b, n in zip(begins, lengths, strict=True)))
         spans = tuple((end - b - n, end) for end, b, n in zip(ends, begins, lengths, strict=True))
@@ -372,29 +398,50 @@ class LlamaDecoder:
         """Return how many tokens of a prompt to compute after `begin`, so that attention scores fit in memory."""
         return _CHUNK if self._varlen else longest_chunk(begin, _CHUNK, self._heads)
 
-    def step(self, store: KVStore, tokens: Tensor, positions: Positions) -> Tensor:
-        """Append one token [rows] to every row of the store; return the logits after it, [rows, vocabulary]."""
-        store.begin_step(positions)
-        return self.decode(store, *self.inputs(tokens, positions), len(positions))
+    def step(self, store: KVStore, tokens: Tensor, positions: Positions, copies: Sequence[int] | None = None) -> Tensor:
+        """Append one token [rows] to every row of the store; return the logits after it, [rows, vocabulary].
 
-    def decode(self, store: KVStore, tokens: Tensor, places: Tensor, count: int) -> Tensor:
+        Args:
+            copies: [rows] copies of the adapter; None: the first.
+        """
+        store.begin_step(positions)
+        return self.decode(store, *self.inputs(tokens, positions), len(positions), self.shares(copies))
+
+    def decode(
+        self, store: KVStore, tokens: Tensor, places: Tensor, count: int, shares: Sequence[Share] = ALL
+    ) -> Tensor:
         """Run a step on `inputs`, of which the first `count` are the rows of the store; return [count, vocabulary]."""
         x, cosine, sine = self._enter(tokens, places)
         spare = len(x) - count
+        shares = self._over(shares, len(x))
         for index, layer in enumerate(self._weights.layers):
-            heads = self._project(x, index, cosine, sine)
+            heads = self._project(x, index, cosine, sine, shares)
             attended = store.attend(index, heads[:count] if spare else heads)
-            x = self._finish(x, F.pad(attended, (0, 0, 0, spare)) if spare else attended, layer)
-        return self._logits(x)[:count]
+            x = self._finish(x, F.pad(attended, (0, 0, 0, spare)) if spare else attended, layer, shares)
+        return self._logits(x, shares)[:count]
+
+    def shares(self, copies: Sequence[int] | None) -> Sequence[Share]:
+        """Return which rows each copy of the adapter has, given the copy of each row."""
+        if copies is None or not self._weights.adapted:
+            return ALL
+        if copies.count(copies[0]) == len(copies):
+            return ((copies[0], None),)
+        of_rows, like = torch.tensor(copies)[:, None], self._weights.embedding
+        return [(copy, (of_rows == copy).to(like)) for copy in sorted(set(copies))]
+
+    def _over(self, shares: Sequence[Share], rows: int) -> Sequence[Share]:
+        """Return the shares over padded rows."""
+        return [(copy, own if own is None else self._padded(own, rows)) for copy, own in shares]
 
     @property
     def rotations(self) -> int:
         """The number of positions in the rotary tables, which are reallocated when this number changes."""
         return len(self._cosine)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Return logits: [prompts, hidden] → [prompts, vocabulary]."""
-        return self._logits(self._padded(hidden, self.rows(len(hidden))))[: len(hidden)]
+    def logits(self, hidden: Tensor, copies: Sequence[int] | None = None) -> Tensor:
+        """Return logits: [prompts, hidden] → [prompts, vocabulary], with a copy of the adapter for each prompt."""
+        rows = self.rows(len(hidden))
+        return self._logits(self._padded(hidden, rows), self._over(self.shares(copies), rows))[: len(hidden)]
 
     def rows(self, count: int) -> int:
         """Return the number of rows including padding, for `count` rows."""
@@ -436,34 +483,34 @@ class LlamaDecoder:
             query = key = layer.input_norm.new_ones(1)
         return torch.cat([(query * self._head_dim**-0.5).expand(self._heads, -1), key.expand(self._kv_heads, -1)])
 
-    def _project(self, x: Tensor, index: int, cosine: Tensor, sine: Tensor) -> Tensor:
+    def _project(self, x: Tensor, index: int, cosine: Tensor, sine: Tensor, shares: Sequence[Share]) -> Tensor:
         """Project in layer `index`: [N, hidden] → query, key and value heads, [N, heads + 2 kv_heads, head_dim].
 
         Query and key are rotated; the query is already scaled by 1/sqrt(head_dim).
         """
         layer, factors = self._weights.layers[index], self._factors[index]
-        heads = _linear(self._rms_norm(x, layer.input_norm), layer.qkv).view(len(x), -1, self._head_dim)
+        heads = _linear(self._rms_norm(x, layer.input_norm), layer.qkv, shares).view(len(x), -1, self._head_dim)
         turning = heads.narrow(1, 0, self._turning)
         normed = turning * factors if layer.query_norm is None else self._rms_norm(turning, factors)
         turned = normed.roll(self._head_dim // 2, -1)
         torch.addcmul(normed.mul_(cosine), turned, sine, out=turning)
         return heads
 
-    def _finish(self, x: Tensor, attended: Tensor, layer: LayerWeights) -> Tensor:
+    def _finish(self, x: Tensor, attended: Tensor, layer: LayerWeights, shares: Sequence[Share]) -> Tensor:
         """Compute a layer after its attention; on a CPU in pieces whose intermediate results stay in cache."""
-        pieces = len(x) // _PIECE if x.device.type == "cpu" else 1
+        pieces = len(x) // _PIECE if x.device.type == "cpu" and len(shares) == 1 else 1
         if pieces < 2:
-            return self._finish_piece(x, attended, layer)
+            return self._finish_piece(x, attended, layer, shares)
         sizes = [_PIECE] * (pieces - 1)
         sizes.append(len(x) - sum(sizes))
         parts = zip(torch.split(x, sizes), torch.split(attended, sizes), strict=True)
-        return torch.cat([self._finish_piece(*part, layer) for part in parts])
+        return torch.cat([self._finish_piece(*part, layer, shares) for part in parts])
 
-    def _finish_piece(self, x: Tensor, attended: Tensor, layer: LayerWeights) -> Tensor:
+    def _finish_piece(self, x: Tensor, attended: Tensor, layer: LayerWeights, shares: Sequence[Share]) -> Tensor:
         """Apply output projection, residual, MLP, residual."""
-        x = _add_linear(x, attended, layer.output)
-        gate, up = _linear(self._rms_norm(x, layer.mlp_norm), layer.gate_up).chunk(2, -1)
-        return _add_linear(x, F.silu(gate).mul_(up), layer.down)
+        x = _add_linear(x, attended, layer.output, shares)
+        gate, up = _linear(self._rms_norm(x, layer.mlp_norm), layer.gate_up, shares).chunk(2, -1)
+        return _add_linear(x, F.silu(gate).mul_(up), layer.down, shares)
 
     def _rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
         """Return x / sqrt(mean(x²) + eps) * weight over the last axis.
@@ -476,11 +523,14 @@ class LlamaDecoder:
         inverse = torch.addcmul(self._eps_tensor, norm, norm, value=1.0 / x.shape[-1]).rsqrt_()
         return x.mul(inverse).mul_(weight)
 
-    def _logits(self, x: Tensor) -> Tensor:
+    def _logits(self, x: Tensor, shares: Sequence[Share]) -> Tensor:
         """Return logits in float32, even for weights in bfloat16."""
         x, head = self._rms_norm(x, self._weights.final_norm), self._weights.head
-        logits = float32_logits(x, head.weight)
-        return logits if head.low is None else logits.add_(float32_logits(head.low.lowered(x), head.low.up))
+        logits, low = float32_logits(x, head.weight), head.low
+        if low is not None:
+            for copy, own in shares:
+                logits.add_(float32_logits(low.lowered(x, copy, own), low.copies[copy][1]))
+        return logits
 
 
 def _interleaved(pasts: Sequence[Tensor], fresh: Sequence[Tensor]) -> Tensor:
@@ -501,7 +551,7 @@ def _fewest_rows(weights: FusedWeights) -> int:
     """Return the smallest number of rows at which a row of a product always has the same bits, found by trial."""
     layer = weights.layers[0]
     products = (layer.qkv, layer.output, layer.gate_up, layer.down, weights.head)
-    low = [part for product in products if product.low for part in (product.low.down, product.low.up)]
+    low = [part for product in products if product.low for part in product.low.copies[0][:2]]
     matrices = (*(product.weight for product in products), *low)
     return next(
         (rows for rows in _ROWS_TRIED if all(_rows_agree(matrix, rows) for matrix in matrices)), _ROWS_TRIED[-1]
@@ -522,14 +572,14 @@ def _rows_agree(matrix: Tensor, rows: int) -> bool:
     return True
 
 
-def _linear(x: Tensor, layer: FusedLinear) -> Tensor:
+def _linear(x: Tensor, layer: FusedLinear, shares: Sequence[Share]) -> Tensor:
     out = F.linear(x, layer.weight, layer.bias)
-    return out if layer.low is None else layer.low.added(out, x)
+    return out if layer.low is None else layer.low.added(out, x, shares)
 
 
-def _add_linear(x: Tensor, y: Tensor, layer: FusedLinear) -> Tensor:
+def _add_linear(x: Tensor, y: Tensor, layer: FusedLinear, shares: Sequence[Share]) -> Tensor:
     """Return x + W y + b."""
     out = torch.addmm(x, y, layer.transposed)
     if layer.low is not None:
-        out = layer.low.added(out, y)
+        out = layer.low.added(out, y, shares)
     return out if layer.bias is None else out.add_(layer.bias)

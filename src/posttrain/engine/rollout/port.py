@@ -277,9 +277,10 @@ class RolloutEngine(Protocol):
         """Sample with `version` of `policy` from now on. Weights that are read in place have already changed.
 
         Args:
-            in_flight: the handling of begun responses. `finish`: the old version ends them, which is impossible if
-                weights are read in place; `recompute`: they continue under the new weights, and their earlier tokens
-                are computed again; `keep_kv`: they continue with keys and values of the old weights.
+            in_flight: the handling of begun responses. `finish`: the old version ends them, which is impossible if the
+                weights that change are read in place (an adapter may be copied); `recompute`: they continue under the
+                new weights, and their earlier tokens are computed again; `keep_kv`: they continue with keys and values
+                of the old weights.
 
         Raises:
             InputError: the engine reads weights in place, and is not paused or would have to `finish` begun responses;

@@ -57,6 +57,7 @@ class Row:
     prompt: Segment  # shared by all rows that begin with it
     key: int  # key of its random numbers
     context: Context = ()  # the name of its computed prompt, while it is decoded
+    copy: int = -1  # of the adapter, with which it has begun; -1: it has not begun
     tail: Tail | None = None  # end of its text; None: no stop strings
     ended: bool = False  # whether a token or a string ended it, before or at its limit
     stopped: bool = False  # whether a string ended it
@@ -114,6 +115,11 @@ class Schedule:
             self.waiting.append(Row(self._next, asked, prompts[asked.tokens], key, tail=tail))
             self._wanted[asked.tokens] += 1
             self._next += 1
+
+    @property
+    def begun(self) -> list[Row]:
+        """The decoded rows, and those that wait to continue."""
+        return [*self.running.values(), *(row for row in self.waiting if len(row.tokens))]
 
     def wanted(self, prompt: tuple[int, ...]) -> bool:
         """Return whether a waiting row has this prompt."""
@@ -312,6 +318,11 @@ class RowTable:
         return self._waiting[-1][0] if self._waiting else self._tokens[self._line, self._read].astype(np.int64)
 
     @property
+    def copies(self) -> list[int]:
+        """The copy of the adapter of each row."""
+        return [row.copy for row in self.rows]
+
+    @property
     def most_left(self) -> int:
         """The number of steps until the last row reaches its limit."""
         return int((self._limit - self.read).max()) - 1
@@ -339,13 +350,13 @@ class RowTable:
         positions = self.positions
         return {row.number: int(positions[self._place[row.number]]) for row in rows}
 
-    def enter(self, rows: Sequence[Row], version: str) -> None:
-        """Add rows, decoded by this version of the policy; the model has read none of their response tokens."""
+    def enter(self, rows: Sequence[Row], versions: Sequence[str]) -> None:
+        """Add rows, decoded by these versions of the policy; the model has read none of their response tokens."""
         self._write()
         self._more_lines(len(rows) - len(self._free))
         self._reach(max(len(row.tokens) for row in rows))
         begun = []
-        for place, row in enumerate(rows, len(self.rows)):
+        for place, (row, version) in enumerate(zip(rows, versions, strict=True), len(self.rows)):
             line, said, asked = self._free.pop(), len(row.tokens), row.asked
             self._tokens[line, :said], self._logprobs[line, :said] = row.tokens, row.logprobs
             self._place[row.number] = place

@@ -58,7 +58,7 @@ _PREFILL_TOKENS = 8192  # prompt tokens computed between two decoding steps
 _RESERVE_SHARE = 16  # a 16th of the budget is reserved for growing rows
 _UNSEEN = 16  # maximum steps between two checks
 _AHEAD = 64  # tokens whose random numbers are computed together
-Unread = tuple[Sequence[int], list[Tensor]]  # tokens to compute, and the keys and values before them, by layer
+Unread = tuple[Sequence[int], list[Tensor], int]  # tokens to compute, earlier keys and values by layer, and the copy
 
 
 @final
@@ -71,7 +71,7 @@ class KeptPrompts:
 
     def __init__(self, decoder: LlamaDecoder, store: KVStore, counters: RolloutCounters) -> None:
         self._decoder, self._store, self._counters = decoder, store, counters
-        self._hidden: dict[Context, Tensor] = {}  # [1, hidden] after each prompt
+        self._hidden: dict[Context, tuple[Tensor, int]] = {}  # [1, hidden] after each prompt, and its copy
         self._begun: tuple[Sequence[int], Context, Prefix] | None = None  # the computed beginning of a long prompt
 
     def __contains__(self, prompt: Context) -> bool:
@@ -92,30 +92,30 @@ class KeptPrompts:
 
     def logits(self, prompts: Sequence[Context]) -> Tensor:
         """Return the logits after each prompt, [prompts, vocabulary]."""
-        return self._decoder.logits(torch.cat([self._hidden[prompt] for prompt in prompts]))
+        hidden, copies = zip(*(self._hidden[prompt] for prompt in prompts), strict=True)
+        return self._decoder.logits(torch.cat(hidden), copies)
 
     def compute(self, prompts: Mapping[Context, Unread]) -> None:
-        """Compute these prompts: those without a past together, and those with a past together."""
-        for begun in (False, True):
-            some = {name: unread for name, unread in prompts.items() if bool(unread[1]) == begun}
-            if some:
-                pieces, pasts = [list(piece) for piece, _ in some.values()], [past for _, past in some.values() if past]
-                self._counters.prefilled_tokens += sum(map(len, pieces))
-                self._keep(list(some), self._decoder.prefill(pieces, pasts))
+        """Compute these prompts: those of one copy without a past together, and those with a past together."""
+        for begun, copy in sorted({(bool(past), copy) for _, past, copy in prompts.values()}):
+            some = {name: one for name, one in prompts.items() if (bool(one[1]), one[2]) == (begun, copy)}
+            pieces, pasts = [list(piece) for piece, *_ in some.values()], [past for _, past, _ in some.values() if past]
+            self._counters.prefilled_tokens += sum(map(len, pieces))
+            self._keep(list(some), self._decoder.prefill(pieces, pasts, copy), copy)
 
-    def advance(self, name: Context, prompt: Sequence[int], past: Callable[[], list[Tensor]]) -> bool:
+    def advance(self, name: Context, prompt: Sequence[int], past: Callable[[], list[Tensor]], copy: int) -> bool:
         """Compute the next chunk of a long prompt, which begins after its past; return whether it was the last."""
         begun = self._begun is not None and self._begun[:2] == (prompt, name)
         pairs = self._begun[2].pairs if self._begun is not None and begun else past()
         begin = len(pairs[0]) if pairs else 0
         piece = prompt[begin : begin + self._decoder.chunk(begin)]
-        prefix = self._decoder.prefill([piece], [pairs] if pairs else [])
+        prefix = self._decoder.prefill([piece], [pairs] if pairs else [], copy)
         self._counters.prefilled_tokens += len(piece)
         if begin + len(piece) < len(prompt):
             self._begun = (prompt, name, prefix)
             return False
         self._begun = None
-        self._keep([name], prefix)
+        self._keep([name], prefix, copy)
         return True
 
     def forget(self, prompts: Collection[Context]) -> None:
@@ -129,16 +129,17 @@ class KeptPrompts:
         self.forget(list(self._hidden))
         self._begun = None
 
-    def _keep(self, prompts: Sequence[Context], computed: Prefix) -> None:
+    def _keep(self, prompts: Sequence[Context], computed: Prefix, copy: int) -> None:
         self._store.keep(dict(zip(prompts, computed.spans, strict=True)), computed.pairs)
-        self._hidden |= {prompt: computed.hidden[at : at + 1] for at, prompt in enumerate(prompts)}
+        self._hidden |= {prompt: (computed.hidden[at : at + 1], copy) for at, prompt in enumerate(prompts)}
 
 
 class NativeRollout:
-    """`RolloutEngine` with the weights of a `LanguageModel`, read in place.
+    """`RolloutEngine` with the weights of a `LanguageModel`, read in place, except an adapter, which is copied.
 
     Opening the engine re-points the module's parameters at fused buffers; the parameters' values, names and shapes do
-    not change.
+    not change. With an adapter, an update leaves begun responses their copy of it, and they finish with the old version
+    beside those of the new one; a copy is used again after its last response has ended.
     On the CPU in float32, a response and its log-probabilities are bit-identical in any batch and after preemptions.
 
     Args:
@@ -192,6 +193,8 @@ class NativeRollout:
         self._begin_store()
         self._done: list[Completion] = []
         self._fresh = False  # whether the weights are unchanged since the last check
+        self._copy = 0  # of the adapter, for rows that begin
+        self._versions = {0: ""}  # of the copies
         self._draws: RowDraws | None = None
 
     def counts(self) -> Mapping[str, int]:
@@ -200,7 +203,9 @@ class NativeRollout:
 
     def attest(self, challenge: Sequence[Sequence[int]]) -> Proof:
         """See `RolloutEngine.attest`."""
-        return Proof(self._weights.views())
+        if self._intake.paused:  # the adapter may have changed, and begun rows keep theirs
+            self._part()
+        return Proof(self._weights.views(self._copy))
 
     def submit(self, work: Sequence[Generation]) -> None:
         """See `RolloutEngine.submit`.
@@ -232,7 +237,7 @@ class NativeRollout:
         """Open an empty store with the budget."""
         self._store = store = self._open_store(self._decoder.shape, self._budget)
         self._prompts = KeptPrompts(self._decoder, store, self.counters)
-        self._step: Callable[[Tensor, Indices], Tensor] = partial(self._decoder.step, store)
+        self._step: Callable[[Tensor, Indices, list[int] | None], Tensor] = partial(self._decoder.step, store)
         if isinstance(store, PageStore) and self._record is not None:
             self._step = GraphedSteps(self._decoder, store, self._record).step
 
@@ -294,17 +299,32 @@ class NativeRollout:
     @torch.inference_mode()
     def update(self, policy: str, version: str, *, in_flight: InFlight = "finish") -> None:
         """See `RolloutEngine.update`."""
-        schedule = self._schedule
-        begun = len(schedule.running) + sum(len(row.tokens) > 0 for row in schedule.waiting)
-        self._intake.update(policy, version, in_flight, begun)
+        begun = self._schedule.begun
+        finishes = in_flight == "finish" and self._weights.adapted
+        self._intake.update(policy, version, in_flight, 0 if finishes else len(begun))
         self._prompts.forget_all()
         if in_flight == "recompute":
             with self._whole():
-                self._preempt(list(schedule.running.values()))
+                self._preempt(list(self._schedule.running.values()))
         if in_flight != "keep_kv":
             self._sessions.clear()
         self._arrange()
-        self._table.mark(version)
+        if finishes:
+            self._part()
+            for row in begun:  # the next turn has another version, which computes all of it
+                row.asked = replace(row.asked, session="")
+        else:
+            for row in begun:
+                row.copy = self._copy
+            self._table.mark(version)
+        self._versions[self._copy] = version
+
+    def _part(self) -> None:
+        """Leave the adapter's copy to the begun rows that have it, and give another copy to those that begin."""
+        used = {row.copy for row in self._schedule.begun}
+        if self._weights.adapted and self._copy in used:
+            before, self._copy = self._copy, next(copy for copy in range(len(used) + 1) if copy not in used)
+            self._versions[self._copy], self._fresh = self._versions[before], False
 
     def _look_at_weights(self) -> None:
         """Check the weights, which may have changed while the engine was idle or paused.
@@ -314,7 +334,7 @@ class NativeRollout:
         """
         if not self._fresh:
             self._weights.check()
-            self._decoder.refresh()
+            self._decoder.refresh(self._copy)
             self._fresh = True
 
     def _refuse_longer(self, work: Sequence[Generation], most: int) -> None:
@@ -333,6 +353,8 @@ class NativeRollout:
         if not count:
             return
         rows = self._schedule.admit(count)
+        for row in rows:
+            row.copy = self._copy if row.copy < 0 else row.copy
         ended = self._begin(rows, [row for row in rows if not len(row.tokens)])
         over = {row.number for row in ended}
         going = {row.number: row for row in rows if row.number not in over or row.asked.session}
@@ -346,7 +368,7 @@ class NativeRollout:
     def _begin(self, rows: Sequence[Row], fresh: Sequence[Row]) -> list[Row]:
         """Add rows to the table and draw the first token of each `fresh` row; return the rows that this token ends."""
         alone, others = not len(self._table), self._draws
-        self._table.enter(rows, self._intake.version)
+        self._table.enter(rows, [self._versions[row.copy] for row in rows])
         self._draws = None
         if not fresh:
             return []
@@ -374,7 +396,8 @@ class NativeRollout:
         for row in islice(schedule.waiting, most):
             prompt, session = row.asked.tokens, row.asked.session
             held = sessions.continued(session, row.prompt.tokens) if session else 0
-            row.context = session if held else prompt
+            copy = self._copy if row.copy < 0 else row.copy
+            row.context = f"\0{row.number}" if copy != self._copy else session if held else prompt
             new = row.context not in kept and row.context not in missing
             planned += store.row_bytes(self._first_length(row), len(prompt))
             planned += store.prompt_bytes(len(prompt)) if new else 0
@@ -387,20 +410,20 @@ class NativeRollout:
                 break
             past = partial(sessions.past, session, held) if held else list
             if new and len(prompt) - held > self._decoder.chunk(held):  # a long prompt, computed in chunks
-                if count or not kept.advance(row.context, prompt, past):
+                if count or not kept.advance(row.context, prompt, past, copy):
                     break
             elif new:
                 tokens += len(prompt) - held
                 if tokens > _PREFILL_TOKENS and count:
                     break
-                missing[row.context] = prompt[held:], past()
+                missing[row.context] = prompt[held:], past(), copy
             self.counters.continued_tokens += held
             count += 1
         kept.compute(missing)
         return count
 
     def _forget_unwanted(self) -> None:
-        """Drop the prompts that no waiting row has."""
+        """Drop the prompts that no waiting row shares."""
         wanted = self._schedule.wanted
         self._prompts.forget([name for name in self._prompts if isinstance(name, str) or not wanted(name)])
 
@@ -417,9 +440,10 @@ class NativeRollout:
         tokens, positions = torch.from_numpy(table.unread), table.positions
         if self._draws is None or self._draws.left < count:
             self._draws = self._draw(table.rows, (table.read + 1).tolist(), _AHEAD)
+        copies = table.copies if self._weights.adapted else None
         said: list[tuple[Tensor, Tensor]] = []
         for step in range(count):
-            chosen, logprobs = self._draws.next(self._step(tokens, positions))
+            chosen, logprobs = self._draws.next(self._step(tokens, positions, copies))
             positions = positions + 1
             said.append((chosen, logprobs))
             tokens = chosen if forced is None else torch.where(forced[step] < 0, chosen, forced[step])
