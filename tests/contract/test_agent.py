@@ -20,10 +20,10 @@ from posttrain.domain.errors import ConflictError, InputError, UnavailableError,
 from posttrain.domain.jobs import ANOTHER_RUNS, JobOrder, Progress
 from posttrain.domain.jobspec import JobSpec
 from posttrain.execution import processes
-from posttrain.execution.agent import Agent, _Beat
-from posttrain.store.attempts import mailbox_at
+from posttrain.execution.agent import Agent, Relay, _Beat
+from posttrain.store.attempts import AttemptFolder, mailbox_at, spending
 from posttrain.store.blobs import open_blobs
-from posttrain.store.mailbox import ORDER, REQUEST, MailboxObjects
+from posttrain.store.mailbox import METER, ORDER, REQUEST, MailboxObjects
 from posttrain.store.staging import StagedAttempt
 
 pytestmark = pytest.mark.slow
@@ -146,6 +146,21 @@ def test_a_requeued_job_goes_on_from_its_checkpoint_with_what_is_left_of_its_bud
     assert held.incarnation == 1
     assert node.ends(node.start(incarnation=1)) == ANOTHER_RUNS
     assert node.ends(node.start(incarnation=0)) == ANOTHER_RUNS, "its former self is refused"
+
+
+def test_an_earlier_incarnation_that_still_writes_lowers_no_bill(tmp_path: Path) -> None:
+    outside = mailbox_at((tmp_path / "outside").as_uri())
+    (tmp_path / "outside").mkdir()
+    relays = []
+    for incarnation, (spent, before) in enumerate([(20, 0), (30, 10)]):
+        folder = AttemptFolder(tmp_path / f"node {incarnation}", "")
+        folder.path.mkdir()
+        (folder.path / METER).write_text(f"{spent:020d} {0:020d}\n")
+        relays.append(Relay(folder, outside, incarnation))
+        relays[-1].spent = before
+    for relay in reversed(relays):  # the later one first
+        relay.up()
+    assert spending(outside.metered()) == 40
 
 
 def test_of_two_incarnations_that_overlap_the_later_one_ends_the_attempt(node: Node) -> None:

@@ -427,7 +427,8 @@ class ClusterJobs(Jobs):
         if relay is None or attempt is None or agent.node.zombie:
             return
         inside = max(0, spending(attempt.mailbox.metered() or _meter(attempt)) or 0) + relay.spent
-        outside = spending(self._channels[agent.url].get("meter", b"")) or 0
+        held = self._channels[agent.url]
+        outside = spending(held.get(max((key for key in held if key.startswith("meters/")), default=""), b"")) or 0
         run_id = agent.node.job.stage.partition("/")[0]
         self.spent[run_id] = self.spent.get(run_id, 0) - max(0, inside - outside)
         agent.relay = None  # type: ignore[assignment]

@@ -91,8 +91,8 @@ class Relay:
         ran: seconds that earlier incarnations ran.
     """
 
-    def __init__(self, attempt: AttemptFolder, outside: Mailbox) -> None:
-        self.spent, self.ran = 0, 0.0
+    def __init__(self, attempt: AttemptFolder, outside: Mailbox, incarnation: int = 0) -> None:
+        self.spent, self.ran, self._incarnation = 0, 0.0, incarnation
         self._attempt, self._inside, self._outside = attempt, attempt.mailbox, outside
         self._first = {stream: outside.last(stream) for stream in (EVENTS, SAMPLES)}  # of earlier incarnations
         self._sent = dict.fromkeys(self._first, 0)
@@ -117,7 +117,7 @@ class Relay:
             self._summary = said
         meter = self._inside.metered()
         if meter != self._meter and (spent := spending(meter)) is not None:
-            self._outside.replace_meter(spent + self.spent)
+            self._outside.replace_meter(spent + self.spent, self._incarnation)
             self._meter = meter
         for place, (outer, inner) in enumerate(self._orders):
             if inner is not None and self._inside.acknowledged(inner):
@@ -225,7 +225,7 @@ class Agent:
     def _compute(self, outside: Mailbox, order: JobOrder, spec: JobSpec, attempt: AttemptFolder, folder: Path) -> int:
         parts = self._parts(folder, order)
         uploads = Uploads(parts, outside, self.incarnation, lambda: self.lost)
-        relay = self._insist(lambda: Relay(attempt, outside))
+        relay = self._insist(lambda: Relay(attempt, outside, self.incarnation))
         try:
             try:
                 _refuse_other_code(order)

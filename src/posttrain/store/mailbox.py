@@ -43,7 +43,7 @@ PACK = 64  # segments
 EVENTS, SAMPLES, PARTS = "events", "samples", "parts"
 ORDER, REQUEST, METER = "job.json", "request.json", "meter"
 RAN = "ran.json"  # the seconds that all incarnations of an agent's job ran
-_START, _SUMMARY, _RESULT, _LOG = "start.json", "summary.json", "result.json", "log"
+_START, _SUMMARY, _RESULT, _LOG, _METERS = "start.json", "summary.json", "result.json", "log", "meters"
 _WAITS = (0.1, 0.5, 2.0)  # seconds before an unanswered request is tried again
 T = TypeVar("T")
 
@@ -378,13 +378,17 @@ class Mailbox:
         """Return the steps of the staged checkpoints, oldest first."""
         return self._objects.numbers("checkpoints")
 
-    def replace_meter(self, tokens: int) -> None:
-        """Record the tokens that the job has spent or may spend until the next call."""
-        self._objects.overwrite(METER, f"{tokens:020d} {0:020d}\n".encode())
+    def replace_meter(self, tokens: int, incarnation: int) -> None:
+        """Record the tokens that the job has spent or may spend until the next call.
+
+        Each incarnation has a record of its own, because an earlier one may still write when the next one runs.
+        """
+        self._objects.overwrite(f"{_METERS}/{incarnation:06d}", f"{tokens:020d} {0:020d}\n".encode())
 
     def metered(self) -> bytes:
-        """Return the record of the job's spending; empty if there is none."""
-        return self._objects.get(METER) or b""
+        """Return the record of the job's spending, of the latest incarnation that has one; empty if there is none."""
+        latest = self._objects.numbers(_METERS)[-1:]
+        return self._objects.get(f"{_METERS}/{latest[0]:06d}" if latest else METER) or b""
 
     def log(self, offset: int, text: bytes) -> int:
         """Write output of the job, which begins at this byte of its log; return the bytes that are there afterwards."""
