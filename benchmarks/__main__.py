@@ -21,6 +21,7 @@ SUITES = (  # benchmark and options
     "streaming",
     "training",
     "training --size 24m",
+    "adapters",
     "dispatch",
     "controller",
     "logprobs",

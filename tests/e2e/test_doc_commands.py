@@ -36,6 +36,7 @@ SUITES = {
     "versions",
     "demo",
     "training",
+    "adapters",
     "dispatch",
     "controller",
     "overlap",
