@@ -3,7 +3,7 @@
     python -m benchmarks.learning [--json FILE] [--only NAME,NAME] [--tiny]    # or: make learning
 
 The comparisons are VAPO and PF-PPO with PPO, GSPO and CISPO with GRPO, and KTO, ORPO and SimPO with DPO; and adapters
-of rank 16 (`-lora`) with training of whole models, for GRPO, DPO and ORPO.
+of rank 16 (`-lora`) with training of whole models, for SFT, GRPO, DPO and ORPO.
 
 Task: sort 3 to 6 digits, with a Qwen3 model of 0.1 M parameters. A seed decides everything random: the initial weights,
 the supervised steps before the comparison, the training questions, the preference pairs, the held-out questions, and
@@ -57,6 +57,7 @@ from transformers.utils.logging import disable_progress_bar
 from benchmarks.sorting_task import exact, one_process, render, task, teach
 from posttrain.domain.kinds import kind_of
 from posttrain.engine.assembly import open_learner, open_roles
+from posttrain.engine.batch import Document
 from posttrain.engine.config import InitModelConfig
 from posttrain.engine.config.stages import named, training_config
 from posttrain.engine.loop.controller import FromRows
@@ -120,9 +121,11 @@ ALGORITHMS = (
     Algorithm("kto", "dpo", (3e-5, 1e-4, 3e-4), {"beta": 1.0}),
     Algorithm("orpo", "dpo", (1e-4, 3e-4, 1e-3)),
     Algorithm("simpo", "dpo", (1e-5, 3e-5, 1e-4)),
-    Algorithm("grpo", "grpo", (1e-3, 3e-3, 1e-2), adapter=LORA),
-    Algorithm("dpo", "dpo", (1e-4, 3e-4, 1e-3), {"beta": 1.0}, adapter=LORA),
-    Algorithm("orpo", "orpo", (1e-3, 3e-3, 1e-2), adapter=LORA),
+    Algorithm("sft", "", (1e-4, 3e-4, 1e-3)),
+    Algorithm("sft", "sft", (3e-4, 1e-3, 3e-3), adapter=LORA),
+    Algorithm("grpo", "grpo", (3e-4, 1e-3, 3e-3), adapter=LORA),
+    Algorithm("dpo", "dpo", (3e-5, 1e-4, 3e-4), {"beta": 1.0}, adapter=LORA),
+    Algorithm("orpo", "orpo", (3e-4, 1e-3, 3e-3), adapter=LORA),
 )
 
 
@@ -208,6 +211,15 @@ class World:
             for response in (pair.chosen, pair.rejected)
         ]
 
+    @property
+    def shown(self) -> list[Document]:
+        """The right answer to each training question."""
+        answers = self.tokenizer([str(one.row["answer"]) for one in self.prompts], add_special_tokens=False)[
+            "input_ids"
+        ]
+        end = self.tokenizer.eos_token_id
+        return [Document(one.tokens, [*tokens, end]) for one, tokens in zip(self.prompts, answers, strict=True)]
+
     def _prompt(self, row: Row) -> Prompt:
         return Prompt(tuple(render(self.tokenizer, row["question"])), row["question"], row)
 
@@ -245,8 +257,10 @@ class World:
             critic = {"critic": ScalarSource(Path(self._folder.name), "float32")}
             roles = open_roles(config, model, self.seed, one_process(), sources=critic)
             return OnPolicy(config, made, roles, self.prompts, RewardScorer(reward, self.tokenizer), self.seed)
-        rows: Sequence[Any] = self.labelled if config.reads == "labels" else self.pairs
-        return FromRows(config, made, open_learner(config, model, self.seed, one_process()), rows, self.seed)
+        known: dict[str, Sequence[Any]] = {"labels": self.labelled, "demonstrations": self.shown, "pairs": self.pairs}
+        return FromRows(
+            config, made, open_learner(config, model, self.seed, one_process()), known[config.reads], self.seed
+        )
 
 
 PARTS = ("train", "held out")
@@ -254,7 +268,7 @@ PARTS = ("train", "held out")
 
 def samples(algorithm: Algorithm) -> bool:
     """Return whether an algorithm samples responses."""
-    return algorithm.kind not in ("dpo", "kto", "orpo", "simpo")
+    return algorithm.kind not in ("sft", "dpo", "kto", "orpo", "simpo")
 
 
 def parameters(algorithm: Algorithm, rate: float) -> dict[str, Any]:

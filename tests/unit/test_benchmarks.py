@@ -76,12 +76,12 @@ def test_a_tiny_round_of_everything_as_make_bench_runs_it(tmp_path: Path) -> Non
 def test_one_tiny_seed_of_the_learning_tables(tmp_path: Path) -> None:
     shown = run("benchmarks.learning", "--tiny", "--json", str(tmp_path / "found")).splitlines()
     found = json.loads((tmp_path / "found").read_text())
-    assert len(found["learned"]) == 13
-    assert [line.split(" | ")[0][2:] for line in shown[2:12]] == list(found["differences"])
+    assert len(found["learned"]) == 15
+    assert [line.split(" | ")[0][2:] for line in shown[2:13]] == list(found["differences"])
     for learned in found["learned"].values():
         assert [sorted(learned["tuning"]), len(learned["runs"])] == [sorted(map(str, learned["algorithm"]["rates"])), 1]
         assert learned["runs"][0]["steps"] == 1
-        assert learned["runs"][0]["tokens"] > 1000
+        assert learned["runs"][0]["tokens"] > 500
         assert 0 <= learned["runs"][0]["score"] <= 1
 
 
