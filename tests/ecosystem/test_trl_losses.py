@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import AutoModelForSequenceClassification
 
 from posttrain.engine.algorithms.objectives import SupervisedObjective, Totals
 from posttrain.engine.batch import Document, TokenBatch
@@ -28,12 +29,13 @@ from posttrain.engine.config import (
     InitModelConfig,
     KLConfig,
     KTOConfig,
+    RewardModelConfig,
     SFTConfig,
 )
 from posttrain.engine.groups.port import RankContext
 from posttrain.engine.models.adapters import attach, trained_parameters
-from posttrain.engine.models.files import LabelledRow, character_tokenizer, initial_model
-from posttrain.engine.models.language_model import adopt_module
+from posttrain.engine.models.files import LabelledRow, PreferencePair, character_tokenizer, initial_model
+from posttrain.engine.models.language_model import adopt_classifier, adopt_module
 from posttrain.engine.models.logprobs import predict
 from posttrain.engine.models.sharding import canonical
 from posttrain.engine.recipes.algorithm import Algorithm, ScoredGroup
@@ -43,6 +45,7 @@ from posttrain.engine.recipes.dr_grpo import DrGRPO
 from posttrain.engine.recipes.grpo import GRPO
 from posttrain.engine.recipes.gspo import GSPO
 from posttrain.engine.recipes.kto import KTO
+from posttrain.engine.recipes.reward_model import RewardModel
 from posttrain.engine.recipes.sft import SFT
 from posttrain.engine.roles.training import TorchEngine
 from posttrain.engine.samples import Prompt, Trajectory, groups_of
@@ -420,6 +423,70 @@ def test_grpo_with_an_adapter_of_peft(tmp_path: Path) -> None:
     theirs = trainer._compute_loss(trainer.model, given)
     module = trainer.model.get_base_model()
     agree(trainer.model, theirs, ours(module, algorithm, batch, {"reference_logprobs": logprobs(policy, batch)}))
+
+
+def test_kto_with_an_adapter_of_peft(tmp_path: Path) -> None:
+    from datasets import Dataset
+
+    texts = [("abc", "cba", True), ("jihg", "abcd", False), ("j", "abca", True), ("dd", "d", False)]
+    rows = [{"prompt": p, "completion": c, "label": label} for p, c, label in texts]
+    own = [LabelledRow((*ids(p),), (*ids(c), TOKENIZER.eos_token_id), label) for p, c, label in texts]
+    config = trl.KTOConfig(**quiet(tmp_path, per_device_train_batch_size=4, beta=0.4, max_length=None))
+    trainer = trl.KTOTrainer(
+        model=weights(), args=config, train_dataset=Dataset.from_list(rows[::-1]), processing_class=TOKENIZER,
+        peft_config=peft.LoraConfig(**LORA),
+    )  # fmt: skip
+    adapter_of(trainer.model, 0.2)
+    theirs = trainer._compute_loss(trainer.model, collated(list(trainer.train_dataset), trainer), False)
+    made, module = KTO(KTOConfig(data="d", steps=1, batch_size=4, beta=0.4)), trainer.model.get_base_model()
+    batch = made.form(own, 0)
+    columns = {"reference_logprobs": logprobs(weights(), batch), "proximal_logprobs": logprobs(module, batch)}
+    batch = made.credit(batch.with_columns(**columns))
+    [update] = made.updates(0)
+    some = batch.select_items(update.computes(batch))
+    objective = update.objective(Totals.of(batch, some, update.objective(Totals.ones()).denominators))
+    agree(trainer.model, theirs, objective(some, predict(adopt_module(module), some, objective.needs)).loss)
+
+
+def test_a_reward_model_with_an_adapter_of_peft(tmp_path: Path) -> None:
+    """Its head is trained beside the adapter."""
+    from datasets import Dataset
+
+    rows = [{"chosen": "abccba", "rejected": "abcabc"}, {"chosen": "jab", "rejected": "jj"}]
+    config = trl.RewardConfig(**quiet(tmp_path, per_device_train_batch_size=2, max_length=None))
+    torch.manual_seed(3)
+    shape = copy.deepcopy(weights().config)
+    shape.num_labels = 1
+    base = AutoModelForSequenceClassification.from_config(shape)
+    noisy(base, 11, 0.1).eval()
+    own, trainer = copy.deepcopy(base), trl.RewardTrainer(
+        model=base, args=config, train_dataset=Dataset.from_list(rows), processing_class=TOKENIZER,
+        peft_config=peft.LoraConfig(**LORA, task_type="SEQ_CLS", modules_to_save=["score"]),
+    )  # fmt: skip
+    attach(own, LoraConfig(rank=3, alpha=5.0, targets=("q_proj", "v_proj", "down_proj")), seed=0)
+    mine = dict(trained_parameters(own))
+    draw = torch.Generator().manual_seed(7)
+    theirs = {n: p for n, p in trainer.model.named_parameters() if p.requires_grad}
+    names = {n: canonical(n).removeprefix("base_model.model.").replace("modules_to_save.", "") for n in theirs}
+    assert set(names.values()) == set(mine)
+    with torch.no_grad():
+        for name, weight in theirs.items():
+            weight.add_(0.2 * torch.randn(weight.shape, generator=draw))
+            mine[names[name]].copy_(weight)
+    loss = trainer.compute_loss(trainer.model, collated(list(trainer.train_dataset), trainer))
+    made, end = RewardModel(RewardModelConfig(data="d", steps=1, batch_size=2)), TOKENIZER.eos_token_id
+    texts = [[[*ids(row[side]), end] for side in ("chosen", "rejected")] for row in rows]
+    batch = made.form([PreferencePair(n, (a[0],), (*a[1:],), (*b[1:],)) for n, (a, b) in enumerate(texts)], 0)
+    (update,) = made.updates(0)
+    objective = update.objective(Totals.of(batch))
+    found = objective(batch, predict(adopt_classifier(own), batch, objective.needs)).loss
+    assert float(found) == pytest.approx(float(loss), rel=1e-6, abs=1e-6)
+    expected, own_gradients = gradients(trainer.model, loss), gradients(own, found)
+    norm = float(torch.stack([g.norm() for g in expected.values()]).norm())
+    assert norm > 1e-3
+    for name, gradient in expected.items():
+        (other,) = (one for key, one in own_gradients.items() if canonical(key) == names[name])
+        assert float((other - gradient).norm()) <= GRADIENT * norm, name
 
 
 def test_three_updates_of_an_adapter_are_those_of_trl_and_peft(tmp_path: Path) -> None:
