@@ -151,6 +151,7 @@ def test_an_adapter_that_cannot_be_is_refused_by_the_plan(
     adapted(bench)
     text = bench.run("plan", "run.yaml").out
     assert "reference" not in text, "the policy computes its reference"
+    assert text.count("adapter: lora, rank 4, alpha 8, targets auto; base frozen") == 2
 
 
 def test_an_adapter_of_a_mixture_of_experts_may_have_a_rank_above_their_number(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -519,9 +519,19 @@ def plan_tree(view: PlanView, *, verbose: bool) -> Tree:
             below.add(branch(Text(str(stage.passes), style="dim")))
         if stage.flavour:
             below.add(branch(Text(f"runs on flavour {stage.flavour}", style="dim")))
+        if trained := manifest.stage(stage.name).params.get("adapter"):
+            below.add(branch(Text(_adapted(trained), style="dim")))
         for shown in (*placed(stage), *sized(stage, chosen=verbose)):
             below.add(branch(shown) if isinstance(shown, Text) else shown)
     return root
+
+
+def _adapted(adapter: Mapping[str, Any]) -> str:
+    """Return the adapter that a stage trains, and of what its base is."""
+    lora, kind = adapter["lora"], adapter.get("quantize")
+    targets = lora["targets"] if isinstance(lora["targets"], str) else ", ".join(lora["targets"])
+    base = f"base frozen in {kind}" if kind else "base frozen"
+    return f"adapter: lora, rank {lora['rank']}, alpha {lora['alpha']:g}, targets {targets}; {base}"
 
 
 def plan_lines(view: PlanView, *, verbose: bool) -> Iterator[Text]:
