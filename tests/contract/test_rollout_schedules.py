@@ -393,19 +393,28 @@ def test_the_next_turn_of_a_response_in_flight_is_of_the_new_version_alone() -> 
     assert_same(drain(engine, 1)["second"], _alone_at("qwen3-lora1", replace(turn, session=""), 1, chosen[0]))
 
 
-def test_a_copy_of_an_adapter_is_used_again_after_its_last_response() -> None:
+def test_a_copy_of_an_adapter_is_used_again_and_freed_after_the_last_response() -> None:
     model = adopt_module(families.build("qwen3-lora1"))
-    engine = engine_of(model, kv_cache=LARGE)
+    engine, most = engine_of(model, kv_cache=LARGE), 0
+    long = replace(requests([[9, 8]], 1, limit=55)[0], id="long")
+    engine.submit([long])
+    answered = 0
     for number in range(6):
-        work = [replace(asked, id=f"{number}:{asked.id}") for asked in requests([[3, 4, 5]], 2, limit=8)]
-        engine.submit(work)
-        engine.completed(0)
+        engine.submit([replace(one, id=f"{number}:{one.id}") for one in requests([[3, 4, 5]], 2, limit=4)])
+        answered += len(engine.completed(0))
         engine.pause()
         put_version(model, number + 1)
+        assert dict(engine.attest(()).views or ()), "outside of inference mode"
         engine.update("", str(number + 1))
         engine.resume()
-        drain(engine, 2)
-    assert {len(low.copies) for low in lows(engine)} == {2}
+        while answered < 2 * (number + 1):
+            answered += len(engine.completed(0))
+        most = max(most, *(len(low.copies) for low in lows(engine)))
+    assert most == 3, "of the long response, of those that an update left behind, and of the next ones"
+    drain(engine, 1)
+    assert {len(low.copies) for low in lows(engine)} == {1}
+    engine.pause()
+    assert dict(engine.attest(()).views or ())
 
 
 @pytest.mark.parametrize("in_flight", ["recompute", "keep_kv"])

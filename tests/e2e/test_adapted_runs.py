@@ -58,9 +58,29 @@ def test_an_adapter_is_trained_under_kills_measured_shipped_exported_and_added_a
     made = whole.outputs(whole.run_id())
     assert killed.outputs(run_id) == made
     stores_the_adapter_only(whole, made)
-    merged_and_adapter_answer_alike(whole, tmp_path, f"{whole.run_id()}/sft", made["sft"])
+    first = whole.run_id()
+    is_rolled_back(whole, made["grpo"])
+    merged_and_adapter_answer_alike(whole, tmp_path, f"{first}/sft", made["sft"])
     own = whole.attempts(whole.run_id(), "grpo")
     assert not any("module" in str(fact) for one in own for fact in whole.facts(one)), "the native decoder samples"
+
+
+def live(bench: Workbench) -> str:
+    """The digest of the model that the channel has."""
+    return str(bench.run("get", "prod", "-o", "json").json["live"])
+
+
+def is_rolled_back(bench: Workbench, digest: str) -> None:
+    """A second release of an adapter, compared with the first and taken back."""
+    first = bench.run_id()
+    bench.run("run", "run.yaml", "--seed", "6")
+    second = bench.run_id()
+    assert second != first
+    assert bench.run("compare", first, second, "-o", "json").json
+    assert live(bench) == bench.outputs(second)["grpo"] != digest
+    bench.run("rollback", "prod")
+    assert live(bench) == digest
+    assert bench.run("sample", "prod", "Q: sort 31", "--max-new-tokens", "4", "-o", "json").json["answers"]
 
 
 def stores_the_adapter_only(bench: Workbench, made: dict[str, str]) -> None:

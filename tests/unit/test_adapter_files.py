@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import yaml
 from hypothesis import given, strategies as st
+from safetensors.numpy import save_file
 
+from posttrain.data.assets import inspect_adapter
 from posttrain.domain.adapters import CONFIG, FOLDER, WEIGHTS, SavedAdapter, base_files, extended
 from posttrain.domain.errors import InputError, IntegrityError
 from posttrain.engine.settings import LoraConfig
@@ -35,12 +41,20 @@ def test_a_configuration_of_peft_is_read_and_written() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"peft_type": "IA3"}, "peft_type must be 'LORA', since only plain LoRA is supported, got 'IA3'"),
-        ({"bias": "all"}, "bias must be 'none'"),
-        ({"rank_pattern": {"q_proj": 4}}, "rank_pattern must be {}"),
+        ({"peft_type": "IA3"}, "peft_type must be LORA, since only plain LoRA is supported, got 'IA3'"),
+        ({"bias": "all"}, "bias must be none"),
+        ({"rank_pattern": {"q_proj": 4}}, "rank_pattern must be unset"),
         ({"modules_to_save": ["lm_head"]}, r"modules_to_save may name score only, got \['lm_head'\]"),
         ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights pissa_niter_4 changes the base's weights"),
-        ({"r": 0}, "r must be from 1 to 4096 and lora_alpha above 0, got 0 and 16; save"),
+        ({"init_lora_weights": "lora_ga"}, "init_lora_weights lora_ga changes the base's weights"),
+        ({"kasa_config": {"a": 1}}, "kasa_config must be unset, since only plain LoRA is supported"),
+        ({"a_later_variant": True}, "a_later_variant must be unset"),
+        (
+            {"r": 0},
+            "r must be from 1 to 4096, lora_alpha above 0 and at most 1e.06, and use_rslora true or false, got 0",
+        ),
+        ({"lora_alpha": 10**400}, "lora_alpha above 0 and at most"),
+        ({"use_rslora": "false"}, "use_rslora true or false, got 8, 16 and 'false'"),
         ({"r": True}, "r must be from 1 to 4096"),
         ({"target_modules": []}, r"target_modules must name linear layers, got \[\]"),
     ],
@@ -73,6 +87,80 @@ def test_a_stage_continues_the_same_adapter_only(lora: dict[str, Any], word: str
     saved.refuse_other(LoraConfig(rank=8, alpha=16.0).described(), "sft")
     with pytest.raises(InputError, match=f"model sft has an adapter of {word}"):
         saved.refuse_other(LoraConfig(**{"rank": 8, "alpha": 16.0, **lora}).described(), "sft")
+
+
+def test_a_message_names_an_adapter_that_the_stage_can_declare() -> None:
+    saved = SavedAdapter(4, 1 / 3, ("q_proj",))
+    declared = yaml.safe_load(saved.written)["adapter"]["lora"]
+    saved.refuse_other(LoraConfig(**declared).described(), "sft")
+
+
+SHAPES = {
+    "model.embed_tokens.weight": [32, 8],
+    **{f"model.layers.{n}.self_attn.{name}.weight": [8, 8] for n in range(2) for name in ("q_proj", "v_proj")},
+    "model.layers.0.mlp.experts.0.up_proj.weight": [16, 8],
+    "model.layers.0.input_layernorm.weight": [8],
+}
+Q = "base_model.model.model.layers.{}.self_attn.q_proj.lora_{}.weight"
+
+
+def adapter_folder(path: Path, config: dict[str, Any] | None = None, **changed: Any) -> Path:
+    """A folder of peft; `changed`: tensor → another array, or None for none."""
+    path.mkdir()
+    tensors = {
+        Q.format(n, part): np.ones((4, 8) if part == "A" else (8, 4), np.float32) for n in (0, 1) for part in "AB"
+    }
+    tensors = {name: value for name, value in {**tensors, **changed}.items() if value is not None}
+    save_file(tensors, path / WEIGHTS)
+    (path / CONFIG).write_text(json.dumps({**PLAIN, "r": 4, "target_modules": ["q_proj"], **(config or {})}))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("targets", "resolved"),
+    [
+        (["q_proj"], ("q_proj",)),
+        (r".*\.q_proj", ("q_proj",)),
+        ("all-linear", ("q_proj",)),
+        ("([a-z._0-9]+)+!", ("q_proj",)),  # which would take for ever to match
+    ],
+)
+def test_targets_of_an_added_adapter_are_the_layers_that_it_has(targets: Any, resolved: Any, tmp_path: Path) -> None:
+    saved, meta = inspect_adapter(
+        adapter_folder(tmp_path / "a", {"target_modules": targets}), "base", "sha256:x", SHAPES
+    )
+    assert saved.targets == resolved
+    assert meta["parameters"] == 4 * 4 * 8
+
+
+def test_a_pattern_of_some_layers_becomes_their_names(tmp_path: Path) -> None:
+    folder = adapter_folder(tmp_path / "a", {"target_modules": "x"}, **{Q.format(1, "A"): None, Q.format(1, "B"): None})
+    saved, _ = inspect_adapter(folder, "base", "sha256:x", SHAPES)
+    assert saved.targets == ("model.layers.0.self_attn.q_proj",)
+
+
+@pytest.mark.parametrize(
+    ("config", "changed", "message"),
+    [
+        ({}, {Q.format(0, "A"): None}, "q_proj.lora_A.weight has shape none, expected .4, 8."),
+        ({}, {Q.format(0, "A"): np.ones((), np.float32)}, r"has shape none, expected \[4, 8\]"),
+        ({}, {Q.format(0, "A"): np.ones(4, np.float32)}, r"has shape \[4\], expected \[4, 8\]"),
+        ({"r": 8}, {}, r"has shape \[4, 8\], expected \[8, 8\]"),
+        ({}, {"hello": np.ones(2, np.float32)}, r"hello has shape \[2\], expected none"),
+        ({"target_modules": ["q_proj", "v_proj"]}, {}, r"v_proj.lora_A.weight has shape none"),
+        ({"target_modules": ["nichts"]}, {}, r"q_proj.lora_A.weight has shape \[4, 8\], expected none"),
+        ({"modules_to_save": ["score"]}, {}, "score.weight has shape none"),
+        ({}, {Q.format(0, "A"): np.ones((4, 8), np.int8)}, "must have one of the types F64, F32, F16, BF16, got I8"),
+        ({}, {Q.format(1, "B"): np.full((8, 4), np.nan, np.float16)}, "must be finite, got NaN or infinity"),
+        ({}, {Q.format(1, "B"): np.full((8, 4), -np.inf)}, "must be finite, got NaN or infinity"),
+    ],
+)
+def test_an_adapter_that_cannot_be_loaded_is_not_registered(
+    config: dict[str, Any], changed: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(InputError, match=message) as refused:
+        inspect_adapter(adapter_folder(tmp_path / "a", config, **changed), "base", "sha256:x", SHAPES)
+    assert "\n" not in str(refused.value)
 
 
 names = st.text("abc/.", min_size=1, max_size=6)

@@ -10,11 +10,13 @@ import math
 import re
 import struct
 import zipfile
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from posttrain.data.refs import (
     SOURCE,
@@ -26,7 +28,7 @@ from posttrain.data.refs import (
     rubrics,
     signature_of,
 )
-from posttrain.domain.adapters import CONFIG as ADAPTER, PREFIX, WEIGHTS, SavedAdapter
+from posttrain.domain.adapters import CONFIG as ADAPTER, HEAD, PREFIX, WEIGHTS, SavedAdapter, is_linear
 from posttrain.domain.canonical import digest_bytes
 from posttrain.domain.errors import InputError, NotFoundError, nearest
 from posttrain.domain.ports import BlobStore
@@ -320,8 +322,12 @@ def is_adapter(folder: Path) -> bool:
     return (folder / ADAPTER).is_file() and not (folder / "config.json").is_file()
 
 
-def inspect_adapter(folder: Path, base: str, digest: str, shapes: Mapping[str, Sequence[int]]) -> dict[str, Any]:
-    """Return the metadata of an adapter's folder, after checking that it fits its base.
+def inspect_adapter(
+    folder: Path, base: str, digest: str, shapes: Mapping[str, Sequence[int]]
+) -> tuple[SavedAdapter, dict[str, Any]]:
+    """Return an adapter of a folder and its metadata, after checking that it fits its base.
+
+    The targets of the result are names of layers, also where the folder has a pattern.
 
     Args:
         base: the base's name.
@@ -329,7 +335,8 @@ def inspect_adapter(folder: Path, base: str, digest: str, shapes: Mapping[str, S
         shapes: tensor of the base → its shape.
 
     Raises:
-        InputError: the adapter is more than plain LoRA, or was trained on another base.
+        InputError: the adapter is more than plain LoRA, was trained on another base, or has a weight that is missing,
+            left over, of another shape or type, or not finite.
         NotFoundError: the folder has no weights in safetensors.
     """
     _survey(folder, ModelLimits())
@@ -340,17 +347,53 @@ def inspect_adapter(folder: Path, base: str, digest: str, shapes: Mapping[str, S
     if named not in (None, digest):
         raise InputError(f"adapter {folder.name} was trained on {named}, got {base} ({digest}); name its base")
     header = _header(folder / WEIGHTS)
-    for name, tensor in header.items():
-        layer, part = name.removeprefix(PREFIX).rpartition(".lora_")[::2]
-        whole = shapes.get(f"{layer}.weight")
-        at = {"A.weight": 1, "B.weight": 0}.get(part)
-        if layer and (whole is None or at is None or whole[at] != tensor["shape"][at]):
-            raise InputError(
-                f"adapter {folder.name} must fit {base}, but {name[:120]} of shape {tensor['shape']} has no such layer "
-                f"there ({list(whole or ()) or 'none'}); name the model that it was trained on"
-            )
+    own = {name.removeprefix(PREFIX): tensor["shape"] for name, tensor in header.items()}
+    embeddings = [shape for name, shape in shapes.items() if "embed" in name and ".layers." not in name]
+    linear = {name[: -len(".weight")]: shape for name, shape in shapes.items() if is_linear(name) and len(shape) == 2}
+    linear |= {"lm_head": embeddings[0]} if embeddings and "lm_head" not in linear else {}  # a tied head is not stored
+    adapted = {name.partition(".lora_")[0] for name in own if ".lora_" in name}
+    if isinstance(saved.targets, str):
+        saved = replace(saved, targets=_targets(adapted, linear))
+    found = {layer for layer in linear for one in saved.targets if layer == one or layer.endswith(f".{one}")}
+    wanted = {f"{layer}.lora_A.weight": [saved.rank, linear[layer][1]] for layer in found}
+    wanted |= {f"{layer}.lora_B.weight": [linear[layer][0], saved.rank] for layer in found}
+    heads = {f"{HEAD}.weight"} if saved.scores else set()
+    odd = sorted(name for name in {*own, *wanted} - heads if own.get(name) != wanted.get(name))
+    if odd or not found or heads - own.keys():
+        name = odd[0] if odd else next(iter(heads - own.keys()), "every weight")
+        raise InputError(
+            f"adapter {folder.name} must fit {base} with its rank and targets: {name[:120]} has shape "
+            f"{own.get(name) or 'none'}, expected {wanted.get(name) or 'none'}; name the model that it was trained on, "
+            "or save the adapter again with peft"
+        )
+    _refuse_infinite(folder / WEIGHTS, header)
     parameters = sum(math.prod(tensor["shape"]) for tensor in header.values())
-    return {"base": base, "rank": saved.rank, "parameters": parameters, "scores": saved.scores}
+    return saved, {"base": base, "rank": saved.rank, "parameters": parameters, "scores": saved.scores}
+
+
+def _targets(adapted: Collection[str], linear: Mapping[str, object]) -> tuple[str, ...]:
+    """Return names for the adapted layers: last parts if all layers of these names are adapted, else whole names."""
+    short = {layer.rpartition(".")[2] for layer in adapted}
+    every = {layer for layer in linear if layer.rpartition(".")[2] in short}
+    return tuple(sorted(short if every == adapted else adapted))
+
+
+def _refuse_infinite(path: Path, header: Mapping[str, Any]) -> None:
+    """Reject tensors that are not of floating type, or have a value that is not finite: its exponent has all bits."""
+    data = np.memmap(path, np.uint8, "r")
+    begin = 8 + struct.unpack("<Q", data[:8].tobytes())[0]
+    for name, tensor in header.items():
+        if tensor["dtype"] not in _EXPONENTS:
+            raise InputError(
+                f"adapter {path.parent.name}: {name[:120]} must have one of the types {', '.join(_EXPONENTS)}, got "
+                f"{tensor['dtype']}; save the adapter again with peft"
+            )
+        kind, mask = _EXPONENTS[tensor["dtype"]]
+        first, after = tensor["data_offsets"]
+        if bool(((data[begin + first : begin + after].view(kind) & kind(mask)) == mask).any()):
+            raise InputError(
+                f"adapter {path.parent.name}: {name[:120]} must be finite, got NaN or infinity; train again"
+            )
 
 
 def shapes_on_disk(folder: Path) -> dict[str, list[int]]:
@@ -414,6 +457,10 @@ def _refuse_pickle(path: Path, folder: Path) -> None:
         )
 
 
+_EXPONENTS: dict[str, tuple[type[np.unsignedinteger[Any]], int]] = {
+    "F64": (np.uint64, 0x7FF << 52), "F32": (np.uint32, 0x7F80_0000), "F16": (np.uint16, 0x7C00),
+    "BF16": (np.uint16, 0x7F80),
+}  # fmt: skip
 _TYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 

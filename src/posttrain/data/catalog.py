@@ -5,7 +5,6 @@ with one row in memory at a time. The bytes of a data set may be external; if so
 location and digest.
 """
 
-import json
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -37,7 +36,7 @@ from posttrain.data.refs import (
     refuse_elsewhere,
 )
 from posttrain.data.rows import each_row, has_answer, prompt_text
-from posttrain.domain.adapters import CONFIG as ADAPTER, FOLDER, WEIGHTS, SavedAdapter, has_adapter
+from posttrain.domain.adapters import CONFIG as ADAPTER, FOLDER, WEIGHTS, has_adapter
 from posttrain.domain.canonical import DIGEST_PREFIX, canonical_json, digest_bytes, digest_json, is_digest
 from posttrain.domain.errors import InputError, IntegrityError, NotFoundError, PosttrainError, nearest
 from posttrain.domain.manifest import InputRef, Manifest
@@ -239,10 +238,9 @@ class Catalog:
         listing = tree_listing(self._blobs, below.digest)
         if has_adapter(listing):
             raise InputError(f"base must be a whole model, got {below.ref}, which has an adapter; merge it first")
-        found = inspect_adapter(folder, below.ref, below.digest, shapes_of(self._blobs, listing))
+        saved, found = inspect_adapter(folder, below.ref, below.digest, shapes_of(self._blobs, listing))
         meta = {**{key: value for key, value in below.meta.items() if key not in _OF_THE_BASE}, **found}
         with self._blobs.holding():
-            saved = SavedAdapter.from_json(json.loads((folder / ADAPTER).read_bytes()), f"{folder.name}/{ADAPTER}")
             config = canonical_json(saved.to_json())  # as a job writes it, so that the same adapter has the same digest
             own = put_files(self._blobs, {f"{FOLDER}/{WEIGHTS}": folder / WEIGHTS})
             files = {

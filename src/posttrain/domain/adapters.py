@@ -24,31 +24,16 @@ FOLDER = "adapter"  # in the folder of a model
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of peft's names of tensors
 HEAD = "score"  # the head of a value or reward model, which trains in full beside its adapter
-MOST_RANK = 4096
+MOST_RANK, MOST_ALPHA = 4096, 1e6
 AUTO = "auto"  # targets: all linear layers of the decoder layers
 F = TypeVar("F")
-# settings of peft that change what an adapter computes, with the values that mean plain LoRA
-_PLAIN: Mapping[str, tuple[Any, ...]] = {
-    "peft_type": ("LORA",),
-    "bias": ("none",),
-    "use_dora": (False,),
-    "use_qalora": (False,),
-    "lora_bias": (False,),
-    "fan_in_fan_out": (False,),
-    "rank_pattern": ({}, None),
-    "alpha_pattern": ({}, None),
-    "layers_to_transform": (None, []),
-    "layer_replication": (None, []),
-    "exclude_modules": (None, []),
-    "target_parameters": (None, []),
-    "trainable_token_indices": (None, [], {}),
-    "megatron_config": (None,),
-    "alora_invocation_tokens": (None, []),
-    "arrow_config": (None,),
-    "corda_config": (None,),
-    "eva_config": (None,),
+_PLAIN = {"peft_type": "LORA", "bias": "none"}
+_NEUTRAL = {  # settings of peft that do not change what a plain adapter computes, or are read below
+    *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode", "r"),
+    *("target_modules", "lora_alpha", "lora_dropout", "use_rslora", "modules_to_save", "init_lora_weights"),
+    *("layers_pattern", "megatron_core", "qalora_group_size", "loftq_config", "ensure_weight_tying", "runtime_config"),
 }
-_ALTERS_BASE = ("pissa", "olora", "corda", "loftq", "eva")  # initialisations that change the base's weights
+_ALTERS_BASE = ("pissa", "olora", "corda", "loftq", "eva", "lora_ga")  # initialisations that change the base's weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +42,7 @@ class SavedAdapter:
 
     rank: int
     alpha: float
-    targets: str | tuple[str, ...]  # a text is `auto`, a pattern of peft, or `all-linear`
+    targets: str | tuple[str, ...]  # a text is `auto`, or a pattern of a file of peft, which `asset add` replaces
     rslora: bool = False
     scores: bool = False  # whether it has a head that scores responses
 
@@ -78,11 +63,12 @@ class SavedAdapter:
         """
         if not isinstance(value, Mapping):
             raise InputError(f"{where}: must be a configuration of peft, got {type(value).__name__}; name another file")
-        for name, plain in _PLAIN.items():
-            if name in value and value[name] not in plain:
+        for name, found in value.items():
+            plain = _PLAIN.get(name)
+            if name not in _NEUTRAL and found != plain and (plain or found):
                 raise InputError(
-                    f"{where}: {name} must be {plain[0]!r}, since only plain LoRA is supported, got "
-                    f"{value[name]!r:.60}; merge the adapter into its base with peft and add the merged model"
+                    f"{where}: {name:.40} must be {plain or 'unset'}, since only plain LoRA is supported, got "
+                    f"{found!r:.60}; merge the adapter into its base with peft and add the merged model"
                 )
         started = value.get("init_lora_weights")
         if isinstance(started, str) and started.lower().startswith(_ALTERS_BASE):
@@ -100,11 +86,12 @@ class SavedAdapter:
         alpha: Any = value.get("lora_alpha")
         targets = value.get("target_modules")
         named = isinstance(targets, list) and targets and all(isinstance(one, str) for one in targets)
-        known = type(rank) is int and type(alpha) in (int, float)
-        if not (known and 1 <= rank <= MOST_RANK and 0 < alpha < math.inf):
+        known = type(rank) is int and type(alpha) in (int, float) and type(value.get("use_rslora", False)) is bool
+        if not (known and 1 <= rank <= MOST_RANK and 0 < alpha <= MOST_ALPHA):
             raise InputError(
-                f"{where}: r must be from 1 to {MOST_RANK} and lora_alpha above 0, got {rank!r:.20} and {alpha!r:.20}; "
-                "save the adapter again with peft"
+                f"{where}: r must be from 1 to {MOST_RANK}, lora_alpha above 0 and at most {MOST_ALPHA:g}, and "
+                f"use_rslora true or false, got {rank!r:.20}, {alpha!r:.20} and {value.get('use_rslora')!r:.20}; save "
+                "the adapter again with peft"
             )
         if not (named or (isinstance(targets, str) and targets)):
             raise InputError(
@@ -179,7 +166,16 @@ def _said(value: Any) -> str:
         return f"[{', '.join(value)}]"
     if isinstance(value, bool):
         return str(value).lower()
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    return f"{value:g}" if isinstance(value, float) and float(f"{value:g}") == value else str(value)
+
+
+def is_linear(name: str) -> bool:
+    """Return whether a stored matrix is the weight of a linear layer of a decoder layer, or of the output head.
+
+    A model's experts and routers are left out, because transformers makes no linear layers of them.
+    """
+    inner = ".layers." in name and ".experts." not in name and not name.endswith((".gate.weight", ".router.weight"))
+    return name.endswith(".weight") and (inner or name == "lm_head.weight")
 
 
 def base_files(files: Mapping[str, F]) -> dict[str, F]:

@@ -20,6 +20,7 @@ from posttrain.domain.adapters import (
     FOLDER,
     SavedAdapter,
     base_files,
+    is_linear,
 )
 from posttrain.domain.errors import InputError
 from posttrain.domain.flavours import Flavour
@@ -282,7 +283,10 @@ def check_adapters(manifest: Manifest, workspace: OpenWorkspace, source: Path, m
             elif before is not None and asked is not None:
                 before.refuse_other(asked.lora.described(), ref.word)
             elif asked is not None and (layers := _layers(manifest, stage, workspace, source, model)):
-                asked.lora.described().refuse_unfit(layers)
+                own = {
+                    name: size for name, size in layers.items() if not kind_of(stage.kind).scores or ".layers." in name
+                }
+                asked.lora.described().refuse_unfit(own)
         except InputError as error:
             raise InputError(f"{place}: {error}") from error
 
@@ -322,10 +326,7 @@ def _registered_adapter(
 def _layers(
     manifest: Manifest, stage: StageManifest, workspace: OpenWorkspace, source: Path, model: str | None
 ) -> dict[str, int]:
-    """Return the linear layers of a stage's model by name, each with the smaller of its sizes; empty: not available.
-
-    A model's experts and routers are left out, because transformers makes no linear layers of them.
-    """
+    """Return the linear layers of a stage's model by name, each with the smaller of its sizes; empty: not available."""
     ref = origin(manifest, stage, "model")
     if isinstance(ref, StageManifest):
         shape = _made(ref)
@@ -339,19 +340,13 @@ def _layers(
         return {}
     with bytes_of(ref):
         shapes = weight_shapes(workspace, ref, word, source.parent)
-    found = {name.removesuffix(".weight"): min(of) for name, of in shapes.items() if len(of) == 2 and _linear(name)}
+    found = {name.removesuffix(".weight"): min(of) for name, of in shapes.items() if len(of) == 2 and is_linear(name)}
     embeddings = [min(of) for name, of in shapes.items() if "embed" in name and ".layers." not in name]
     return {"lm_head": max(embeddings), **found} if found and embeddings else found  # a tied head is not stored
 
 
 def _part(linear: str) -> str:
     return "self_attn" if linear in ("q_proj", "k_proj", "v_proj", "o_proj") else "mlp"
-
-
-def _linear(name: str) -> bool:
-    """Return whether a stored matrix is the weight of a linear layer of a decoder layer, or of the output head."""
-    inner = ".layers." in name and ".experts." not in name and not name.endswith((".gate.weight", ".router.weight"))
-    return name.endswith(".weight") and (inner or name == "lm_head.weight")
 
 
 def fallback_warnings(

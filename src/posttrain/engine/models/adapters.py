@@ -49,7 +49,9 @@ def attach(module: PreTrainedModel, lora: LoraConfig, seed: int) -> None:
         InputError: peft is not installed; no layer has a targeted name, or the rank is above a layer's size.
     """
     declared = lora.described()
-    targets = linear_layers(module) if declared.targets == AUTO else declared.targets
+    targets = linear_layers(module) if declared.targets == AUTO else tuple(declared.targets)
+    if _has_head(module):  # a critic has the setting of its policy, and no output head
+        targets = tuple(one for one in targets if one != "lm_head") or targets
     saved = replace(declared, targets=targets, scores=_has_head(module))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -113,9 +115,12 @@ def read_adapter(folder: Path) -> SavedAdapter:
     """
     path = folder / FOLDER / CONFIG
     try:
-        return SavedAdapter.from_json(json.loads(path.read_bytes()), str(path))
+        found = SavedAdapter.from_json(json.loads(path.read_bytes()), str(path))
     except (OSError, ValueError) as error:
         raise InputError(f"adapter {path} cannot be read: {error}; add the adapter again") from error
+    if isinstance(found.targets, str):
+        raise InputError(f"{path}: target_modules must be a list, got {found.targets!r:.60}; add the adapter again")
+    return found
 
 
 def in_folder(folder: Path) -> bool:
@@ -190,18 +195,16 @@ def _has_head(module: nn.Module) -> bool:
 def _inject(module: PreTrainedModel, saved: SavedAdapter, dropout: float) -> None:
     """Replace the targeted layers, and freeze everything but the adapter and the head of a scalar model."""
     peft = _peft()
-    targets = list(saved.targets) if isinstance(saved.targets, tuple) else saved.targets
     wanted = peft.LoraConfig(
         r=saved.rank,
         lora_alpha=saved.alpha,
         lora_dropout=dropout,
-        target_modules=targets,
+        target_modules=list(saved.targets),
         use_rslora=saved.rslora,
         bias="none",
     )
-    if isinstance(saved.targets, tuple):  # peft checks its own patterns
-        linear = {name: part for name, part in module.named_modules() if isinstance(part, nn.Linear)}
-        saved.refuse_unfit({name: min(part.in_features, part.out_features) for name, part in linear.items()})
+    linear = {name: part for name, part in module.named_modules() if isinstance(part, nn.Linear)}
+    saved.refuse_unfit({name: min(part.in_features, part.out_features) for name, part in linear.items()})
     try:
         peft.inject_adapter_in_model(wanted, module, adapter_name=_NAME)
     except ValueError as error:

@@ -88,8 +88,9 @@ class LowRank:
     def refresh(self, copy: int) -> None:
         """Write the adapters' current values into a copy, which is made if it is the next one."""
         if copy == len(self.copies):
-            down, up, _ = (torch.zeros_like(one) for one in self.copies[0])
-            self.copies.append((down, up, up.t()))
+            with torch.inference_mode(False):  # so that it can be written from outside of inference mode too
+                down, up = (torch.zeros_like(one) for one in self.copies[0][:2])
+                self.copies.append((down, up, up.t()))
         for layer, places in zip(self.layers, self.places(copy), strict=True):
             if layer is not None and places is not None:
                 places[0].copy_(layer[0])
@@ -188,10 +189,18 @@ class FusedWeights:
 
     def refresh(self, copy: int = 0) -> None:
         """Write the adapters' current values into a copy, because the decoder does not read them in place."""
+        for low in self._lows:
+            low.refresh(copy)
+
+    def forget_copies(self) -> None:
+        """Free all copies of the adapters but the first."""
+        for low in self._lows:
+            del low.copies[1:]
+
+    @property
+    def _lows(self) -> list[LowRank]:
         of_layers = [fused for one in self.layers for fused in (one.qkv, one.output, one.gate_up, one.down)]
-        for fused in (*of_layers, self.head):
-            if fused.low is not None:
-                fused.low.refresh(copy)
+        return [fused.low for fused in (*of_layers, self.head) if fused.low is not None]
 
     def views(self, copy: int = 0) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors that the decoder reads, split into the module's tensors, by name."""
@@ -551,17 +560,21 @@ def _fewest_rows(weights: FusedWeights) -> int:
     """Return the smallest number of rows at which a row of a product always has the same bits, found by trial."""
     layer = weights.layers[0]
     products = (layer.qkv, layer.output, layer.gate_up, layer.down, weights.head)
-    low = [part for product in products if product.low for part in product.low.copies[0][:2]]
+    low = [_filled(part) for product in products if product.low for part in product.low.copies[0][:2]]
     matrices = (*(product.weight for product in products), *low)
     return next(
         (rows for rows in _ROWS_TRIED if all(_rows_agree(matrix, rows) for matrix in matrices)), _ROWS_TRIED[-1]
     )
 
 
+def _filled(like: Tensor) -> Tensor:
+    """Return a matrix of this shape without zeros, whose products show how they are rounded."""
+    return torch.linspace(-1.0, 1.0, like.numel(), device=like.device).sin().to(like.dtype).view(like.shape)
+
+
 def _rows_agree(matrix: Tensor, rows: int) -> bool:
     count = 3 * rows
-    x = torch.linspace(-1.0, 1.0, count * matrix.shape[1], device=matrix.device).sin().to(matrix.dtype)
-    x = x.view(count, -1)
+    x = _filled(matrix.new_empty(count, matrix.shape[1]))
     plain, added = F.linear(x, matrix), torch.addmm(F.linear(x, matrix), x, matrix.t())
     for some in range(rows, 2 * rows):
         part = x[some : 2 * some] if 2 * some <= count else x[-some:]

@@ -2,8 +2,8 @@
 
 Request: `{"folder", "dtype", "merge"}`. Answer: `{"file", "tensors", "dtype"}` for each file. One shard is in memory at
 a time. A finite number that is not finite after the conversion is an error, since a model with an infinite weight is
-useless. With `merge`, the folder's adapter is added to its base first; the whole model is then in memory, in the type
-that is written, and every sum is rounded once.
+useless. With `merge`, the folder's adapter is added to its base first, in the base's type; the whole model is then in
+memory.
 """
 
 import json
@@ -63,12 +63,14 @@ def _merged(folder: Path, given: str | None) -> Iterator[Mapping[str, Any]]:
     config = json.loads((folder / "config.json").read_bytes())
     if config.get("quantization_config"):
         raise InputError("an adapter cannot be merged into a quantised base; export it with --adapter")
-    kind = given or str(config.get("dtype") or config.get("torch_dtype") or "float32")
+    stored = str(config.get("dtype") or config.get("torch_dtype") or "float32")
+    kind = given or stored
     load = load_scalar_model if is_sequence_classifier(folder) else load_model
-    model = load(folder, dtype=kind)
-    for name, weight in merge(model.module).state_dict().items():
+    model = load(folder, dtype=stored)
+    for name, weight in merge(model.module).to(getattr(torch, kind)).state_dict().items():
         if weight.is_floating_point() and not bool(weight.isfinite().all()):
-            raise InputError(f"{name}: not every weight is finite in {kind}; export bfloat16 or float32, or --adapter")
+            wider = "export bfloat16 or float32, or --adapter" if kind == "float16" else "export --adapter"
+            raise InputError(f"{name}: not every weight is finite in {kind}; {wider}")
     for path in files:
         path.unlink()
     shutil.rmtree(folder / FOLDER)

@@ -190,11 +190,11 @@ class NativeRollout:
         self._record = record or (cuda_recorder() if model.device.type == "cuda" else None)
         self.counters = RolloutCounters()
         self._sessions = HeldSessions(self._decoder.shape)
-        self._begin_store()
-        self._done: list[Completion] = []
         self._fresh = False  # whether the weights are unchanged since the last check
         self._copy = 0  # of the adapter, for rows that begin
         self._versions = {0: ""}  # of the copies
+        self._begin_store()
+        self._done: list[Completion] = []
         self._draws: RowDraws | None = None
 
     def counts(self) -> Mapping[str, int]:
@@ -234,7 +234,9 @@ class NativeRollout:
             self._schedule.submit(work, generation_keys(work), prompts)
 
     def _begin_store(self) -> None:
-        """Open an empty store with the budget."""
+        """Open an empty store with the budget, of an engine without work; only one copy of an adapter is left."""
+        self._weights.forget_copies()
+        self._versions, self._copy, self._fresh = {0: self._versions[self._copy]}, 0, False
         self._store = store = self._open_store(self._decoder.shape, self._budget)
         self._prompts = KeptPrompts(self._decoder, store, self.counters)
         self._step: Callable[[Tensor, Indices, list[int] | None], Tensor] = partial(self._decoder.step, store)
