@@ -170,12 +170,12 @@ def _said(value: Any) -> str:
 
 
 def is_linear(name: str) -> bool:
-    """Return whether a stored matrix is the weight of a linear layer of a decoder layer, or of the output head.
+    """Return whether a stored matrix may be the weight of a linear layer.
 
     A model's experts and routers are left out, because transformers makes no linear layers of them.
     """
-    inner = ".layers." in name and ".experts." not in name and not name.endswith((".gate.weight", ".router.weight"))
-    return name.endswith(".weight") and (inner or name == "lm_head.weight")
+    other = ".experts." in name or "embed" in name or name.endswith((".gate.weight", ".router.weight"))
+    return name.endswith(".weight") and not other
 
 
 def base_files(files: Mapping[str, F]) -> dict[str, F]:

@@ -340,7 +340,8 @@ def _layers(
         return {}
     with bytes_of(ref):
         shapes = weight_shapes(workspace, ref, word, source.parent)
-    found = {name.removesuffix(".weight"): min(of) for name, of in shapes.items() if len(of) == 2 and is_linear(name)}
+    linear = {name.removesuffix(".weight"): min(of) for name, of in shapes.items() if len(of) == 2 and is_linear(name)}
+    found = {name: size for name, size in linear.items() if ".layers." in name or name == "lm_head"}
     embeddings = [min(of) for name, of in shapes.items() if "embed" in name and ".layers." not in name]
     return {"lm_head": max(embeddings), **found} if found and embeddings else found  # a tied head is not stored
 
