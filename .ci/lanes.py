@@ -95,7 +95,7 @@ SLOW = (
         ),
     ),
     Lane(
-        "slow-server", 6.5, _source("access", "api", "client", "events", "server", "telemetry", "trackers", "workspace"),
+        "slow-server", 6, _source("access", "api", "client", "events", "server", "telemetry", "trackers", "workspace"),
         files=(
             *_tests("contract", "tracker_kills", "tracker_trouble"),
             *_tests("e2e", "operated", "served", "served_s3", "served_store", "trackers", "trl_journey"),
