@@ -182,6 +182,22 @@ def test_a_sum_that_the_type_of_a_merged_export_cannot_hold_is_refused(tmp_path:
     assert not (folder / FOLDER).exists()
 
 
+def test_a_merged_sum_is_rounded_once(tmp_path: Path) -> None:
+    folder = base_folder(tmp_path / "model")
+    save_model(model_of("language", "qwen3", torch.float32), None, folder)
+    precise = merge(load_model(folder).module).state_dict()
+    list(cast({"folder": str(folder), "dtype": "bfloat16", "merge": True}))
+    written = load_file(folder / "model.safetensors")
+    assert all(torch.equal(weight, precise[name].to(torch.bfloat16)) for name, weight in written.items())
+
+
+def test_a_critic_has_the_setting_of_its_policy_without_the_output_head() -> None:
+    both = LoraConfig(rank=2, alpha=4.0, targets=("q_proj", "lm_head"))
+    names = {name for name, _ in trained_parameters(model_of("value", "qwen3", torch.float32, both).module)}
+    assert {name.split(".")[-3] for name in names if "lora_A" in name} == {"q_proj"}
+    assert "score.weight" in names
+
+
 def test_a_scalar_models_head_belongs_to_its_adapter(tmp_path: Path) -> None:
     folder = base_folder(tmp_path / "model")
     model = model_of("score", "qwen3", torch.float32)
