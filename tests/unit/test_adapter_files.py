@@ -14,7 +14,7 @@ from hypothesis import given, strategies as st
 from safetensors.numpy import save_file
 
 from posttrain.data.assets import inspect_adapter
-from posttrain.domain.adapters import CONFIG, FOLDER, WEIGHTS, SavedAdapter, base_files, extended
+from posttrain.domain.adapters import CONFIG, FOLDER, WEIGHTS, AdapterSize, SavedAdapter, base_files, extended
 from posttrain.domain.errors import InputError, IntegrityError
 from posttrain.engine.settings import LoraConfig
 from posttrain.store.blobs import open_blobs
@@ -87,6 +87,13 @@ def test_a_stage_continues_the_same_adapter_only(lora: dict[str, Any], word: str
     saved.refuse_other(LoraConfig(rank=8, alpha=16.0).described(), "sft")
     with pytest.raises(InputError, match=f"model sft has an adapter of {word}"):
         saved.refuse_other(LoraConfig(**{"rank": 8, "alpha": 16.0, **lora}).described(), "sft")
+
+
+def test_the_size_of_an_adapter_counts_a_named_layer_in_every_decoder_layer() -> None:
+    layer = {"q_proj": (8, 4), "v_proj": (2, 4)}
+    for targets in (("q_proj",), ("model.layers.0.self_attn.q_proj",)):
+        assert AdapterSize(3, targets).parameters(layer, 2) == 2 * 3 * (8 + 4)
+    assert AdapterSize(3).parameters(layer, 2) == 2 * 3 * (12 + 6)
 
 
 def test_a_message_names_an_adapter_that_the_stage_can_declare() -> None:

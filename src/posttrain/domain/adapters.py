@@ -217,5 +217,6 @@ class AdapterSize:
             layer: name → outputs and inputs of each linear layer of one decoder layer.
             layers: number of decoder layers.
         """
-        chosen = [shape for name, shape in layer.items() if not self.targets or name in self.targets]
+        named = {one.rpartition(".")[2] for one in self.targets}  # the name of one layer counts as that of all
+        chosen = [shape for name, shape in layer.items() if not named or name in named]
         return layers * sum(self.rank * (rows + columns) for rows, columns in chosen)
