@@ -44,7 +44,7 @@ from posttrain.engine.models.files import character_tokenizer, initial_model
 from posttrain.engine.models.language_model import LanguageModel
 from posttrain.engine.models.sharding import canonical_parameters
 from posttrain.engine.rollout.backends.native import NativeRollout
-from posttrain.engine.rollout.llama_decoder import ALL, FusedLinear, _linear, fuse_weights
+from posttrain.engine.rollout.llama_decoder import ALL, FusedLinear, fuse_weights, linear
 from posttrain.engine.rollout.port import Generation, SamplingParams
 from posttrain.engine.weights.stream import carried
 
@@ -97,7 +97,7 @@ def products(size: str, rows: int, repeats: int, rounds: int) -> Row:
         begin = time.process_time()
         for _ in range(repeats):
             for x, one in zip(inputs, some, strict=True):
-                _linear(x, one, ALL)
+                linear(x, one, ALL)
         return (time.process_time() - begin) / repeats * 1e3
 
     with torch.inference_mode():

@@ -94,7 +94,7 @@ def test_what_is_compared_with_what() -> None:
     found = measure(SCALE, lambda one, rate, seed: Run(scores[one.name] + 0.01 * seed * (seed < 7), 1_500_000, 10))
     gains = compared(found)
     pairs = {"vapo": "ppo", "pf_ppo": "ppo", "gspo": "grpo", "cispo": "grpo", "kto": "dpo", "orpo": "dpo"}
-    pairs |= {"simpo": "dpo", "grpo-lora": "grpo", "dpo-lora": "dpo", "orpo-lora": "orpo"}
+    pairs |= {"simpo": "dpo", "sft-lora": "sft", "grpo-lora": "grpo", "dpo-lora": "dpo", "orpo-lora": "orpo"}
     for kind, baseline in pairs.items():
         assert gains[kind].mean == pytest.approx(scores[kind] - scores[baseline])
         assert found[kind].algorithm.baseline == baseline

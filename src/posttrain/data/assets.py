@@ -16,8 +16,6 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from posttrain.data.refs import (
     SOURCE,
     WORD,
@@ -380,6 +378,8 @@ def _targets(adapted: Collection[str], linear: Mapping[str, object]) -> tuple[st
 
 def _refuse_infinite(path: Path, header: Mapping[str, Any]) -> None:
     """Reject tensors that are not of floating type, or have a value that is not finite: its exponent has all bits."""
+    import numpy as np  # a server does not load it
+
     data = np.memmap(path, np.uint8, "r")
     begin = 8 + struct.unpack("<Q", data[:8].tobytes())[0]
     for name, tensor in header.items():
@@ -390,7 +390,7 @@ def _refuse_infinite(path: Path, header: Mapping[str, Any]) -> None:
             )
         kind, mask = _EXPONENTS[tensor["dtype"]]
         first, after = tensor["data_offsets"]
-        if bool(((data[begin + first : begin + after].view(kind) & kind(mask)) == mask).any()):
+        if bool(((data[begin + first : begin + after].view(kind) & np.array(mask, kind)) == mask).any()):
             raise InputError(
                 f"adapter {path.parent.name}: {name[:120]} must be finite, got NaN or infinity; train again"
             )
@@ -457,9 +457,8 @@ def _refuse_pickle(path: Path, folder: Path) -> None:
         )
 
 
-_EXPONENTS: dict[str, tuple[type[np.unsignedinteger[Any]], int]] = {
-    "F64": (np.uint64, 0x7FF << 52), "F32": (np.uint32, 0x7F80_0000), "F16": (np.uint16, 0x7C00),
-    "BF16": (np.uint16, 0x7F80),
+_EXPONENTS = {  # type → unsigned integers of its size, and the bits of its exponent
+    "F64": ("<u8", 0x7FF << 52), "F32": ("<u4", 0x7F80_0000), "F16": ("<u2", 0x7C00), "BF16": ("<u2", 0x7F80),
 }  # fmt: skip
 _TYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 

@@ -498,7 +498,7 @@ class LlamaDecoder:
         Query and key are rotated; the query is already scaled by 1/sqrt(head_dim).
         """
         layer, factors = self._weights.layers[index], self._factors[index]
-        heads = _linear(self._rms_norm(x, layer.input_norm), layer.qkv, shares).view(len(x), -1, self._head_dim)
+        heads = linear(self._rms_norm(x, layer.input_norm), layer.qkv, shares).view(len(x), -1, self._head_dim)
         turning = heads.narrow(1, 0, self._turning)
         normed = turning * factors if layer.query_norm is None else self._rms_norm(turning, factors)
         turned = normed.roll(self._head_dim // 2, -1)
@@ -518,7 +518,7 @@ class LlamaDecoder:
     def _finish_piece(self, x: Tensor, attended: Tensor, layer: LayerWeights, shares: Sequence[Share]) -> Tensor:
         """Apply output projection, residual, MLP, residual."""
         x = _add_linear(x, attended, layer.output, shares)
-        gate, up = _linear(self._rms_norm(x, layer.mlp_norm), layer.gate_up, shares).chunk(2, -1)
+        gate, up = linear(self._rms_norm(x, layer.mlp_norm), layer.gate_up, shares).chunk(2, -1)
         return _add_linear(x, F.silu(gate).mul_(up), layer.down, shares)
 
     def _rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -585,7 +585,8 @@ def _rows_agree(matrix: Tensor, rows: int) -> bool:
     return True
 
 
-def _linear(x: Tensor, layer: FusedLinear, shares: Sequence[Share]) -> Tensor:
+def linear(x: Tensor, layer: FusedLinear, shares: Sequence[Share]) -> Tensor:
+    """Return W x + b, with the copy of the adapter of each row."""
     out = F.linear(x, layer.weight, layer.bias)
     return out if layer.low is None else layer.low.added(out, x, shares)
 
