@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import signal
+import sqlite3
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -316,7 +317,9 @@ def test_killed_at_the_end(bench: Workbench) -> None:
 def test_a_suspended_driver_is_none(bench: Workbench) -> None:
     with closing(held_devices(bench)):
         run_id, pid = detach(bench, "held")
-        os.kill(pid, signal.SIGSTOP)
+        with closing(sqlite3.connect(bench.root / "ledger.db", timeout=60)) as other:
+            other.execute("BEGIN IMMEDIATE")  # so that the driver is not stopped while it holds the lock
+            os.kill(pid, signal.SIGSTOP)
         with bench.open() as workspace:
             owner = str(workspace.ledger.run(run_id).lease_owner)
             WorkQueue(workspace.ledger, owner).release([run_id])  # as if its lease had run out
