@@ -13,6 +13,8 @@ from posttrain.domain.ids import PROJECT_VARIABLE, SERVER_VARIABLE, TYPES
 from posttrain.domain.records import DEFAULT_PROJECT
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from posttrain.api.verbs import Verb
     from posttrain.app.workspace import Workspace
 
@@ -65,7 +67,7 @@ def open_control() -> Control:
         from posttrain.client.logins import logged_in
 
         return logged_in(os.environ[SERVER_VARIABLE], project)
-    from posttrain.app.workspace import Workspace, find_workspace
+    from posttrain.app.workspace import find_workspace
     from posttrain.workspace.served import served_at
 
     root = find_workspace()
@@ -74,7 +76,23 @@ def open_control() -> Control:
         from posttrain.client.remote import remote_control
 
         return remote_control(served.url, served.key, project or DEFAULT_PROJECT)
-    workspace = Workspace(root)
+    return control_of(open_here(root))
+
+
+def open_here(root: Path | None = None) -> Workspace:
+    """Open a workspace of this machine, in the project that the environment names.
+
+    Args:
+        root: the workspace's folder; None: the nearest workspace.
+
+    Raises:
+        WorkspaceError: there is no workspace, or the workspace cannot be opened.
+        NotFoundError: the workspace has no project with the name in the environment.
+    """
+    from posttrain.app.workspace import Workspace, find_workspace
+
+    project = os.environ.get(PROJECT_VARIABLE, "")
+    workspace = Workspace(root or find_workspace())
     if project not in ("", DEFAULT_PROJECT):
         known = workspace.ledger.projects()
         if project not in known:
@@ -82,4 +100,4 @@ def open_control() -> Control:
             listed = ", ".join(known)
             raise NotFoundError(f"there is no project {project!r}, only {listed}; posttrain project add {project}")
         workspace = workspace.seen_by(workspace.actor, project, OS)
-    return control_of(workspace)
+    return workspace

@@ -39,7 +39,7 @@ class PlanTokenizer:
     """
 
     def __init__(self, tokenizer: Any, template: str | None, special: Mapping[str, str]) -> None:
-        self._tokenizer, self._special = tokenizer, special
+        self.tokenizer, self._special = tokenizer, special
         self._source, self._compiled = template, cast(Any, None)
         self._renders, self._spent = 0, 0.0
         # the id of the end-of-sequence token; None if the files do not name this token
@@ -57,7 +57,9 @@ class PlanTokenizer:
         """Whether there is a chat template."""
         return bool(self._source)
 
-    def render(self, messages: Sequence[Mapping[str, Any]], *, generate: bool) -> str:
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], *, generate: bool, tools: Sequence[Any] | None = None
+    ) -> str:
         """Return the text of a conversation. Raises InputError if rendering takes too long or the text is too long."""
         given = [_message(message) for message in messages]
         begun = time.monotonic()
@@ -66,7 +68,7 @@ class PlanTokenizer:
                 if self._compiled is None:
                     self._compiled = _environment().from_string(self._source)
                 text = self._compiled.render(
-                    messages=given, add_generation_prompt=generate, tools=None, documents=None, **self._special
+                    messages=given, add_generation_prompt=generate, tools=tools, documents=None, **self._special
                 )
         except (rendering.TimeLimitError, MemoryError):
             raise InputError(f"the chat template must render a row within {_RENDER_SECONDS:g} s; {_SIMPLER}") from None
@@ -84,7 +86,7 @@ class PlanTokenizer:
 
     def encode(self, texts: Sequence[str], *, special: bool) -> list[list[int]]:
         """Return the token ids of each text; with `special`, include the tokenizer's special tokens around the text."""
-        return [found.ids for found in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=special)]
+        return [found.ids for found in self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=special)]
 
 
 def open_tokenizer(read: Read) -> PlanTokenizer | None:

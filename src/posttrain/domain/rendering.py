@@ -37,7 +37,8 @@ _BROKEN = (
     "from completions; use a template whose output only grows"
 )
 # errors of a template or a tokenizer; SyntaxError: jinja's compiled code nests too many blocks for Python
-_RAISED = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RecursionError, SyntaxError)
+_WRONG = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError)
+RAISED: tuple[type[Exception], ...] = (*_WRONG, RecursionError, SyntaxError)
 MOST_STOPS, MOST_STOP = 16, 256  # maximum number of stop strings, and of characters in each
 _LOOK = 0.05  # seconds between checks of deadlines
 CONFIG = "config.json"
@@ -128,7 +129,7 @@ def row_errors(name: str, number: int, raised: tuple[type[Exception], ...] = ())
         yield
     except InputError as error:
         raise InputError(f"{name} row {number}: {error}") from error
-    except _RAISED + raised as error:
+    except RAISED + raised as error:
         reason = " ".join(str(error).split())[:200]
         raise InputError(f"{name} row {number} cannot be rendered by the chat template: {reason}") from error
 
@@ -222,7 +223,7 @@ def _encoded(
         drafts, broken = _drafts(tokens, rows[start : start + _BATCH], name, start + 1, draft)
         try:
             together = _known(tokens, drafts)
-        except _RAISED:
+        except RAISED:
             together = None  # encoded row by row below, to find the row of the error
         for number, turns in enumerate(drafts, start=start + 1):
             with row_errors(name, number):

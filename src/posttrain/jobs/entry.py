@@ -28,7 +28,7 @@ from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
 from resource import RUSAGE_SELF, getrusage
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 from posttrain.domain.canonical import digest_bytes, digest_json
 from posttrain.domain.errors import (
@@ -376,9 +376,18 @@ def serve(program: Program) -> None:
 
     All other output, including that of C libraries, goes to standard error.
     """
+    _answer(json.load, program)
+
+
+def converse(program: Callable[[tuple[Mapping[str, Any], IO[str]]], Iterator[Mapping[str, Any]]]) -> None:
+    """Answer like `serve`, with a program that reads further lines of standard input itself after the request."""
+    _answer(lambda asked: json.loads(asked.readline()), lambda request: program((request, sys.stdin)))
+
+
+def _answer(read: Callable[[IO[str]], dict[str, Any]], program: Program) -> None:
     with os.fdopen(os.dup(1), "w") as answers:
         os.dup2(2, 1)
-        request = json.load(sys.stdin)
+        request = read(sys.stdin)
         _die_with(int(request["asked_by"]))
         settle_environment(int(request.get("threads", 1)))
         try:

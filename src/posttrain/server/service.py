@@ -39,7 +39,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.applications import Starlette
 
 from posttrain._version import __version__
 from posttrain.access.authenticators.token import issue
@@ -261,7 +261,7 @@ def serve(workspace: Workspace, bind: Bind, say: Callable[[str], None], how: Tel
     room = Room(most_of(raise_files()))
     with ExitStack() as stack:
         stack.enter_context(_alone(workspace.root))
-        listening = stack.enter_context(_listen(bind, room))
+        listening = stack.enter_context(listen(bind, room))
         port = listening.getsockname()[1]
         url = f"{bind.scheme}://{_shown(bind.host)}:{port}"
         key = workspace.ledger.entropy(32).hex()
@@ -297,7 +297,7 @@ def serve(workspace: Workspace, bind: Bind, say: Callable[[str], None], how: Tel
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, _heard)  # these signals end uvicorn, which raises each signal again afterwards
         sockets = [listening, *stack.enter_context(_listen_for_jobs(workspace, room))]
-        server = _Server(configured(app, bind, room), systemd)
+        server = HttpServer(configured(app, bind, room), systemd)
         signal.signal(signal.SIGHUP, server.handle_exit)
         server.run(sockets=sockets)
 
@@ -307,19 +307,22 @@ def _conceal(hosts: Hosts) -> None:
         hosts.announce("", "")
 
 
-def configured(app: FastAPI, bind: Bind, room: Room | None = None) -> uvicorn.Config:
+def configured(app: Starlette, bind: Bind, room: Room | None = None, drain: int = 10) -> uvicorn.Config:
     """Return the configuration of uvicorn, without WebSockets and without uvicorn's log lines, which contain paths.
 
     The headers of a proxy are read by `Observing`, not by uvicorn.
+
+    Args:
+        drain: seconds that requests in progress may take after a signal to end.
     """
     return uvicorn.Config(
-        app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=10,
+        app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=drain,
         ssl_certfile=bind.certificate, ssl_keyfile=bind.key, server_header=False,
         h11_max_incomplete_event_size=1 << 16, proxy_headers=False, ws="none", http=kind_of(room),
     )  # fmt: skip
 
 
-class _Server(uvicorn.Server):
+class HttpServer(uvicorn.Server):
     """The uvicorn server. It notifies systemd, and ends open streams, which would otherwise keep it from ending."""
 
     def __init__(self, config: uvicorn.Config, systemd: Systemd) -> None:
@@ -379,7 +382,12 @@ def _alone(root: Path) -> AbstractContextManager[None]:
 
 
 @contextmanager
-def _listen(bind: Bind, room: Room) -> Iterator[Door]:
+def listen(bind: Bind, room: Room) -> Iterator[Door]:
+    """Listen at the address of `bind`.
+
+    Raises:
+        InputError: the address cannot be used.
+    """
     family = socket.AF_INET6 if ":" in bind.host else socket.AF_INET
     # if the protocol is given, asyncio sends each write immediately; otherwise a response waits 40 ms for an ACK
     listening = Door(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)

@@ -131,6 +131,8 @@ class PromptLogprobs:
     logprobs: Floats  # [n]
     top_tokens: Ints  # [n, top]: the likeliest tokens at each place, the likeliest first
     top_logprobs: Floats  # [n, top]; a token that is also the text's has the same float as in `logprobs`
+    next_tokens: Ints  # [max(1, top)]: the likeliest tokens after the text, the likeliest first
+    next_logprobs: Floats  # [max(1, top)]
 
 
 def prompt_segments(work: Sequence[Generation]) -> dict[tuple[int, ...], Segment]:

@@ -55,6 +55,7 @@ def _scored(model: LanguageModel, texts: Sequence[Sequence[int]], top: int) -> I
     tokens = torch.tensor([token for text in texts for token in text], device=model.device)
     positions = torch.cat([torch.arange(length, device=model.device) for length in lengths])
     found: list[tuple[Floats, Ints, Floats]] = []
+    lasts, after = np.cumsum(lengths) - 1, list[tuple[Ints, Floats]]()
     for begin, logits in _logits(model, tokens, positions, lengths):
         following = tokens[begin + 1 : begin + 1 + len(logits)]
         scores = logits.log_softmax(-1)
@@ -63,9 +64,12 @@ def _scored(model: LanguageModel, texts: Sequence[Sequence[int]], top: int) -> I
         if not bool(said.isfinite().all()):
             raise JobFailedError("policy logits must be finite, got NaN or infinity while scoring; the policy diverged")
         found.append((_numpy(said), likeliest.indices.int().cpu().numpy(), _numpy(likeliest.values)))
+        here = lasts[(lasts >= begin) & (lasts < begin + len(logits))] - begin
+        ended = scores[torch.from_numpy(here).to(model.device)].topk(max(1, top), -1)
+        after += zip(ended.indices.int().cpu().numpy(), _numpy(ended.values), strict=True)
     each, tops, values = (np.concatenate(parts) for parts in zip(*found, strict=True))
     end = 0
-    for length in lengths:
+    for length, (next_tokens, next_logprobs) in zip(lengths, after, strict=True):
         # logits at a place predict the next token, so the results of a text begin one place earlier
         begin, end = end, end + length
         none = np.full((1, top), np.nan, np.float32)
@@ -73,6 +77,8 @@ def _scored(model: LanguageModel, texts: Sequence[Sequence[int]], top: int) -> I
             np.concatenate([np.full(1, np.nan, np.float32), each[begin : end - 1]]),
             np.concatenate([np.full((1, top), -1, np.int32), tops[begin : end - 1]]),
             np.concatenate([none, values[begin : end - 1]]),
+            next_tokens,
+            next_logprobs,
         )
 
 

@@ -1,0 +1,168 @@
+"""The engine of a served model: one process that samples and scores for a server until the server ends.
+
+The first line of standard input is the request, and each further line an order; every answer is a line:
+
+- `{"generate": [GENERATION, …], "stream": true}`: each generation has the fields of `Generation`, with `sampling` as
+  the fields of `SamplingParams`. The answers are `deltas`, `[id, tokens, log-probabilities]`, if the order streams, and
+  once for each generation `done`: `[id, tokens, log-probabilities, ended by]` with the tokens after the deltas.
+- `{"score": {"id", "tokens", "top"}}`: the answer is `scored`, `[id, log-probabilities, likeliest tokens, their
+  log-probabilities, likeliest next tokens, their log-probabilities]`.
+- `{"abort": [id, …]}`: these generations are `done` with their tokens so far.
+- `failed`, `[id, message, whether the request is at fault]`, answers an order that cannot be carried out. An error of
+  the model ends all orders in progress, and the engine continues.
+
+Scorings wait for each other, not for generations: between two steps of decoding, the engine scores at most one pack.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from posttrain.domain.errors import InputError, PosttrainError
+from posttrain.engine.models.files import ModelSource, load_tokenizer
+from posttrain.engine.rollout.decoding import StopStrings
+from posttrain.engine.rollout.port import Completion, Generation, PromptLogprobs, RolloutEngine, SamplingParams
+from posttrain.engine.rollout.worker import decoding_fallbacks, open_rollout
+from posttrain.engine.settings import InferenceRuntimeConfig
+from posttrain.jobs.bodies.training import settled_device
+
+_PACK = 8192  # tokens of texts scored between two steps of decoding
+Orders = queue.SimpleQueue[str]
+END = ""  # the line after the last one
+
+
+def serve(asked: tuple[Mapping[str, Any], IO[str]]) -> Iterator[Mapping[str, Any]]:
+    """Open a model, yield what it is, and then the answers to the orders."""
+    request, lines = asked
+    runtime, folder = InferenceRuntimeConfig.model_validate(request["runtime"]), Path(request["folder"])
+    device, tokenizer = settled_device(runtime), load_tokenizer(folder)
+    model = ModelSource(folder, runtime.dtype).open(device)
+    rollout = open_rollout(model, request.get("kv_cache"), texts=StopStrings(tokenizer))
+    orders = Orders()
+    threading.Thread(target=_read, args=(lines, orders), daemon=True).start()
+    yield {
+        "context": rollout.context_length,
+        "vocabulary": model.vocab_size,
+        "ends": sorted(model.eos_token_ids),
+        "device": device,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "engine": rollout.name,
+        "fallbacks": decoding_fallbacks(model),
+    }
+    yield from Serving(rollout).answers(orders)
+
+
+def _read(lines: IO[str], orders: Orders) -> None:
+    for line in lines:
+        orders.put(line)
+    orders.put(END)
+
+
+class Serving:
+    """Carries out orders on a rollout engine, as they arrive."""
+
+    def __init__(self, rollout: RolloutEngine) -> None:
+        self._rollout = rollout
+        self._unanswered: set[str] = set()  # generations
+        self._streams: dict[str, int] = {}  # generation → tokens that were in deltas
+        self._texts: list[Mapping[str, Any]] = []  # that wait to be scored
+
+    def answers(self, orders: Orders) -> Iterator[Mapping[str, Any]]:
+        """Yield answers until the orders end and all of them are answered."""
+        ended = False
+        while not (ended and not self._unanswered and not self._texts):
+            failed: list[tuple[str, str, bool]] = []
+            for line in _taken(orders, wait=not (ended or self._unanswered or self._texts)):
+                ended |= line == END
+                failed += self._take(line)
+            found: dict[str, Any] = {"failed": failed}
+            try:
+                found["scored"] = self._score()
+                done = self._rollout.completed(0.0) if self._unanswered else []
+                found["deltas"] = self._deltas() if self._streams else []
+                found["done"] = [self._done(one) for one in done]
+            except PosttrainError as error:
+                found["failed"] = [*failed, *self._fail_all(str(error))]
+            if any(found.values()):
+                yield {name: value for name, value in found.items() if value}
+
+    def _take(self, line: str) -> list[tuple[str, str, bool]]:
+        """Begin one order; return its failures."""
+        order = json.loads(line or "{}")
+        if "abort" in order:
+            self._rollout.abort(order["abort"])
+            self._texts = [text for text in self._texts if text["id"] not in order["abort"]]
+        if "score" in order:
+            self._texts.append(order["score"])
+        if "generate" not in order:
+            return []
+        ids = [one["id"] for one in order["generate"]]
+        try:
+            self._rollout.submit([_generation(one) for one in order["generate"]])
+        except InputError as error:
+            return [(one, str(error), True) for one in ids]
+        self._unanswered.update(ids)
+        self._streams |= dict.fromkeys(ids, 0) if order.get("stream") else {}
+        return []
+
+    def _score(self) -> list[Sequence[Any]]:
+        """Score one pack of the waiting texts; return their answers."""
+        if not self._texts:
+            return []
+        first, tokens, pack = self._texts[0], 0, list[Mapping[str, Any]]()
+        for text in self._texts:
+            tokens += len(text["tokens"])
+            if text["top"] != first["top"] or (pack and tokens > _PACK):
+                break
+            pack.append(text)
+        found = self._rollout.score([text["tokens"] for text in pack], first["top"])
+        del self._texts[: len(pack)]
+        return [(text["id"], *_scores(scores)) for text, scores in zip(pack, found, strict=True)]
+
+    def _deltas(self) -> list[Sequence[Any]]:
+        found = list[Sequence[Any]]()
+        for delta in self._rollout.progress():
+            if delta.id in self._streams:
+                self._streams[delta.id] += len(delta.tokens)
+                found.append((delta.id, delta.tokens.tolist(), delta.logprobs.tolist()))
+        return found
+
+    def _done(self, one: Completion) -> Sequence[Any]:
+        self._unanswered.discard(one.id)
+        begin, found = self._streams.pop(one.id, 0), one.trajectory
+        by = "string" if found.stopped else "end" if found.status == "ok" else found.status
+        return one.id, found.response[begin:].tolist(), found.logprobs[begin:].tolist(), by
+
+    def _fail_all(self, message: str) -> list[tuple[str, str, bool]]:
+        """Forget everything in progress: the engine has dropped its generations."""
+        ids = [*self._unanswered, *(text["id"] for text in self._texts)]
+        self._rollout.abort(self._unanswered)
+        self._unanswered, self._streams, self._texts = set(), {}, []
+        return [(one, message, False) for one in ids]
+
+
+def _taken(orders: Orders, *, wait: bool) -> Iterator[str]:
+    """Yield the orders that have arrived; with `wait`, at least one."""
+    if wait:
+        yield orders.get()
+    while True:
+        try:
+            yield orders.get_nowait()
+        except queue.Empty:
+            return
+
+
+def _generation(order: Mapping[str, Any]) -> Generation:
+    sampling = {**order["sampling"], "stop": tuple(order["sampling"].get("stop", ()))}
+    return Generation(**{**order, "tokens": tuple(order["tokens"]), "sampling": SamplingParams(**sampling)})
+
+
+def _scores(found: PromptLogprobs) -> Sequence[Any]:
+    """Return the scores as JSON; the first token has neither a log-probability nor likelier tokens."""
+    each = (found.logprobs, found.top_tokens, found.top_logprobs)
+    return *(one[1:].tolist() for one in each), found.next_tokens.tolist(), found.next_logprobs.tolist()

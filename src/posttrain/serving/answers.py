@@ -1,0 +1,147 @@
+"""Computes what a request asks, with one model: generations, and scorings where log-probabilities are of a text."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from typing import Any
+
+from posttrain.domain.errors import InputError
+from posttrain.serving.engines import Scored, Served
+from posttrain.serving.texts import Growing
+from posttrain.serving.wire import MOST_CHOICES, Asked, Choice
+
+
+def refuse_unfit(asked: Asked, served: Served, most: int) -> None:
+    """Refuse prompts that the model cannot read, or that leave no room for their responses.
+
+    Args:
+        most: maximum tokens of a prompt with its response; the model's context may be shorter.
+
+    Raises:
+        InputError: with the field, the constraint and the value.
+    """
+    context, vocabulary = min(most, served.context), int(served.engine.facts["vocabulary"])
+    field = {"completion": "prompt", "chat": "messages", "tokens": "token_ids"}[asked.form]
+    if not 1 <= asked.choices <= MOST_CHOICES:
+        raise InputError(
+            f"{field}: must ask for 1 to {MOST_CHOICES} responses, got {asked.choices}; send fewer prompts"
+        )
+    if asked.limit == 0 and not asked.echo:
+        raise InputError("max_tokens: must be at least 1 without echo, got 0; raise it")
+    if asked.limit == 0 and asked.stream:
+        raise InputError("stream: needs max_tokens of at least 1, got 0; leave one of them out")
+    for prompt in asked.prompts:
+        if not prompt:
+            raise InputError(f"{field}: must have at least one token, got none; send a prompt")
+        if max(prompt) >= vocabulary:
+            raise InputError(f"{field}: tokens must be in 0..{vocabulary - 1}, got {max(prompt)}; use its tokenizer")
+        limit = 1 if asked.limit is None else asked.limit
+        if len(prompt) + limit > context:
+            raise InputError(
+                f"{field}: the context has {context} tokens, got {len(prompt)} and up to {limit} more; shorten the "
+                "prompt or lower max_tokens"
+            )
+    tempered = not asked.sampling["greedy"] and asked.sampling["temperature"] != 1
+    if asked.form == "tokens" and asked.top and tempered and not asked.scored:
+        raise InputError("logprobs: must be 0 at a temperature other than 0 and 1, got more; set logprobs: 0")
+
+
+async def choices(asked: Asked, served: Served, most: int) -> list[Choice]:
+    """Return the complete responses."""
+    begun = list(_begun(asked))
+    if asked.limit == 0 or (asked.limit == 1 and asked.scored and asked.sampling["greedy"]):
+        scored = await _scores(asked, served, begun)
+        for one in begun:
+            _end_from_scores(asked, served, one, scored[f"{asked.id}.{one.index}"])
+        return begun
+    async for part in served.engine.generate(_work(asked, served, begun, most), stream=False):
+        one = begun[int(part.id.rpartition(".")[2])]
+        growing = Growing(served.texts, asked.stop, skip_special=asked.skip_special)
+        assert part.by is not None
+        one.tokens, one.logprobs, one.by, one.text = (
+            part.tokens,
+            part.logprobs,
+            part.by,
+            growing.end(part.tokens, part.by),
+        )
+    await _add_logprobs(asked, served, begun)
+    return begun
+
+
+async def stream(asked: Asked, served: Served, most: int) -> AsyncIterator[Choice]:
+    """Yield the responses in pieces; whole ones where their log-probabilities are computed afterwards."""
+    if asked.needs_scores:
+        for one in await choices(asked, served, most):
+            yield one
+        return
+    begun = list(_begun(asked))
+    growing = [Growing(served.texts, asked.stop, skip_special=asked.skip_special) for _ in begun]
+    async for part in served.engine.generate(_work(asked, served, begun, most), stream=True):
+        index = int(part.id.rpartition(".")[2])
+        text = growing[index].end(part.tokens, part.by) if part.by else growing[index].add(part.tokens)
+        piece = Choice(index, begun[index].prompt, part.tokens, text, part.by, part.logprobs)
+        if asked.top is not None:
+            piece.tops = [{token: value} for token, value in zip(part.tokens, part.logprobs, strict=True)]
+        yield piece
+
+
+def _begun(asked: Asked) -> Iterator[Choice]:
+    for place, prompt in enumerate(asked.prompts):
+        for sample in range(asked.n):
+            yield Choice(place * asked.n + sample, prompt, [], "", None)
+
+
+def _work(asked: Asked, served: Served, begun: Sequence[Choice], most: int) -> list[Mapping[str, Any]]:
+    """Return the generations; random numbers are those of `posttrain sample` with the same seed."""
+    context, found = min(most, served.context), list[Mapping[str, Any]]()
+    for one in begun:
+        limit = context - len(one.prompt) if asked.limit is None else asked.limit
+        key, sample = divmod(one.index, asked.n)
+        sampling = {**asked.sampling, "max_new_tokens": limit}
+        name = f"{asked.id}.{one.index}"
+        found.append(
+            {"id": name, "tokens": one.prompt, "key": key, "sample": sample, "limit": limit, "sampling": sampling}
+        )
+    return found
+
+
+async def _scores(asked: Asked, served: Served, begun: Sequence[Choice]) -> dict[str, Scored]:
+    texts = {f"{asked.id}.{one.index}": [*one.prompt, *one.tokens] for one in begun}
+    return await served.engine.score(texts, asked.top or 0)
+
+
+async def _add_logprobs(asked: Asked, served: Served, begun: Sequence[Choice]) -> None:
+    """Add the log-probabilities that the request asks for; those of a text replace those of the sampling."""
+    if asked.top is None:
+        return
+    if not asked.needs_scores:
+        for one in begun:
+            one.tops = [{token: value} for token, value in zip(one.tokens, one.logprobs, strict=True)]
+        return
+    scored = await _scores(asked, served, begun)
+    for one in begun:
+        _split(asked, one, scored[f"{asked.id}.{one.index}"])
+
+
+def _split(asked: Asked, one: Choice, scored: Scored) -> None:
+    """Divide the scores of a text between prompt and response."""
+    following = [*one.prompt[1:], *one.tokens]
+    tops: list[Mapping[int, float]] = [
+        {**top, token: value} if token not in top else top
+        for top, token, value in zip(scored.tops(), following, scored.logprobs, strict=True)
+    ]
+    begin = len(one.prompt) - 1
+    one.before, one.before_tops, one.tops = scored.logprobs[:begin], tops[:begin], tops[begin:]
+    if asked.form != "tokens" or asked.sampling["greedy"]:
+        one.logprobs = scored.logprobs[begin:]
+
+
+def _end_from_scores(asked: Asked, served: Served, one: Choice, scored: Scored) -> None:
+    """End a response of no token, or of the likeliest one, which the scores of the prompt contain."""
+    _split(asked, one, scored)
+    one.by = "truncated"
+    if asked.limit:
+        one.tokens, one.logprobs = scored.next_tokens[:1], scored.next_logprobs[:1]
+        after = dict(zip(scored.next_tokens, scored.next_logprobs, strict=True))
+        one.tops = [after if asked.top else dict(list(after.items())[:1])]
+        one.text = served.texts.decode(one.tokens, skip_special=asked.skip_special)
