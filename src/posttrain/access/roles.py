@@ -6,7 +6,7 @@ The module also contains the validity check that all authenticators with tokens 
 from posttrain.access.ports import OS, Identity
 from posttrain.domain.errors import AccessError
 from posttrain.domain.ids import NOBODY, Role, lower
-from posttrain.domain.records import Token
+from posttrain.domain.records import CALLS, Token
 from posttrain.store.hosts import Ledger
 
 
@@ -39,4 +39,5 @@ def identity_of(token: Token | None, moment: float, auth: str, unknown: str) -> 
         raise AccessError(f"token {token.id} was revoked; ask an admin for a new one")
     if moment >= token.expires_at:
         raise AccessError(f"token {token.id} has expired; ask an admin for a new one")
-    return Identity(token.actor, auth, {name: Role(role) for name, role in token.scopes.items()})
+    roles = {name: Role(role) for name, role in token.scopes.items() if not role.startswith(CALLS)}
+    return Identity(token.actor, auth, roles)

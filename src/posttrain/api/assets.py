@@ -291,14 +291,16 @@ class Access(Verbs):
         """Return the tokens of the project, including expired and revoked ones."""
 
     @verb("POST /tokens", Role.ADMIN, "app.access", command="token issue", seals=True)
-    def issue_token(self, principal: Principal, role: str | None, days: float) -> Issued:
+    def issue_token(self, principal: Principal, role: str | None, days: float, channel: Name | None = None) -> Issued:
         """Create a token that identifies a principal and limits its role in the project.
 
         Args:
             role: the highest role that the token grants; None: the principal's current role.
+            channel: the token is a key that only calls the served model of this channel; its principal needs no role.
 
         Raises:
             InputError: the principal or role is invalid, the principal has no role, or `days` exceeds the maximum.
+            NotFoundError: there is no such channel.
         """
 
     @verb("POST /tokens/{token_id}/rotation", Role.ADMIN, "app.access", command="token rotate", seals=True)

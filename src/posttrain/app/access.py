@@ -8,10 +8,10 @@ from posttrain.access.authenticators.token import issue, refuse_unnamed, rotate
 from posttrain.api.assets import Issued, Whoami
 from posttrain.api.control import Control
 from posttrain.api.verbs import answers
-from posttrain.domain.errors import InputError, NotFoundError, meant, meant_name
+from posttrain.domain.errors import InputError, NotFoundError, meant, meant_name, nearest
 from posttrain.domain.ids import Role, is_project
 from posttrain.domain.jobspec import image_rule
-from posttrain.domain.records import DEFAULT_PROJECT, Token
+from posttrain.domain.records import CALLS, DEFAULT_PROJECT, Token
 
 if TYPE_CHECKING:
     from posttrain.app.workspace import Workspace
@@ -64,16 +64,25 @@ def set_member(workspace: Workspace, principal: str, role: str | None) -> dict[s
 
 
 @answers(Control.issue_token)
-def issue_token(workspace: Workspace, principal: str, role: str | None, days: float) -> Issued:
+def issue_token(
+    workspace: Workspace, principal: str, role: str | None, days: float, channel: str | None = None
+) -> Issued:
     refuse_unnamed(principal)
     ledger, known = workspace.ledger, workspace.ledger.roles()
+    if channel is not None:
+        if role is not None:
+            raise InputError(f"token: a key for channel {channel} has no role, got {role}; leave out one of them")
+        if channel not in ledger.channels():
+            hint = nearest(channel, ledger.channels())
+            raise NotFoundError(f"token: there is no channel {channel!r}{hint}; the first release of a run creates it")
+        return Issued(*issue(ledger, workspace.actor, principal, {ledger.project: f"{CALLS}{channel}"}, days * _DAY))
     most = role if role is not None else known.get(principal)
     if most is None:
         hint = meant_name(principal, known) or (f" (with a role: {', '.join(known)})" if known else "")
         raise InputError(
             f"token: {principal} has no role here{hint}; assign one: posttrain member set {principal} ROLE"
         )
-    return Issued(*issue(ledger, workspace.actor, principal, {ledger.project: _role(most)}, days * _DAY))
+    return Issued(*issue(ledger, workspace.actor, principal, {ledger.project: str(_role(most))}, days * _DAY))
 
 
 @answers(Control.rotate_token)

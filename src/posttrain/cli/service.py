@@ -217,12 +217,15 @@ def token_issue(
     principal: PrincipalArgument,
     role: Annotated[str | None, typer.Option(help="Highest role of the token; default: the member's.")] = None,
     days: DaysOption = 30.0,
+    channel: Annotated[
+        str | None, typer.Option(help="Issue a key that only calls the served model of this channel.")
+    ] = None,
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Issue a token for a person or service. The command shows the token once and does not store it."""
     control = open_control()
-    issued = control.issue_token(principal, role, days)
-    if principal not in control.members():
+    issued = control.issue_token(principal, role, days, channel)
+    if channel is None and principal not in control.members():
         aside(f"warning: {principal} has no role here; the token grants nothing until posttrain member set {principal}")
     _show(issued, output)
 
@@ -253,10 +256,9 @@ def token_ls(output: OutputOption = Output.TEXT) -> None:
 def _show(issued: Issued, output: Output) -> None:
     token = issued.token
     answer_json(output, lambda: {"secret": issued.secret, **asdict(token)})
-    most = ", ".join(f"{role} of {project}" for project, role in token.scopes.items())
     until = moment(token.expires_at)
     say(
-        f"token {token.id} of {token.actor}, with at most the role {most}, valid until {until}; it is shown only once:",
+        f"token {token.id} of {token.actor}, {_permits(token)}, valid until {until}; it is shown only once:",
         issued.secret,
     )
 
@@ -265,8 +267,16 @@ def _line(token: Token) -> str:
     what = (
         "revoked" if token.revoked_at else f"ends {moment(token.expires_at)}"
     )  # whether the token has ended depends on the server's clock
-    scopes = ", ".join(f"{role} of {project}" for project, role in token.scopes.items())
-    return f"{token.id}  {token.actor}  {scopes}  {what}"
+    return f"{token.id}  {token.actor}  {_permits(token)}  {what}"
+
+
+def _permits(token: Token) -> str:
+    """Return what a token permits."""
+    from posttrain.domain.records import CALLS
+
+    [(project, scope)] = token.scopes.items()
+    called = scope.removeprefix(CALLS)
+    return f"at most {scope} of {project}" if called == scope else f"calls channel {called} of {project}"
 
 
 def _say_now(line: str) -> None:

@@ -271,13 +271,16 @@ class Quarantine:
     reason: str = ""  # the reason for lifting
 
 
+CALLS = "calls:"  # beginning of the scope of a key, which only calls the served model of a channel
+
+
 @dataclass(frozen=True, slots=True)
 class Token:
     """The ledger's record of a token."""
 
     id: str
     actor: str  # its owner
-    scopes: Mapping[str, str]  # project → the highest role that the token permits there
+    scopes: Mapping[str, str]  # project → the highest role that the token permits there, or `CALLS` and a channel
     created_at: float
     expires_at: float
     revoked_at: float | None = None

@@ -42,14 +42,14 @@ def refuse_unfit(asked: Asked, served: Served, most: int) -> None:
                 "prompt or lower max_tokens"
             )
     tempered = not asked.sampling["greedy"] and asked.sampling["temperature"] != 1
-    if asked.form == "tokens" and asked.top and tempered and not asked.scored:
+    if asked.form == "tokens" and asked.top and tempered:
         raise InputError("logprobs: must be 0 at a temperature other than 0 and 1, got more; set logprobs: 0")
 
 
 async def choices(asked: Asked, served: Served, most: int) -> list[Choice]:
     """Return the complete responses."""
     begun = list(_begun(asked))
-    if asked.limit == 0 or (asked.limit == 1 and asked.scored and asked.sampling["greedy"]):
+    if asked.limit == 0 or (asked.limit == 1 and asked.prompt_top is not None and asked.sampling["greedy"]):
         scored = await _scores(asked, served, begun)
         for one in begun:
             _end_from_scores(asked, served, one, scored[f"{asked.id}.{one.index}"])
@@ -107,15 +107,13 @@ def _work(asked: Asked, served: Served, begun: Sequence[Choice], most: int) -> l
 
 async def _scores(asked: Asked, served: Served, begun: Sequence[Choice]) -> dict[str, Scored]:
     texts = {f"{asked.id}.{one.index}": [*one.prompt, *one.tokens] for one in begun}
-    return await served.engine.score(texts, asked.top or 0)
+    return await served.engine.score(texts, max(asked.top or 0, asked.prompt_top or 0))
 
 
 async def _add_logprobs(asked: Asked, served: Served, begun: Sequence[Choice]) -> None:
     """Add the log-probabilities that the request asks for; those of a text replace those of the sampling."""
-    if asked.top is None:
-        return
     if not asked.needs_scores:
-        for one in begun:
+        for one in begun if asked.top is not None else ():
             one.tops = [{token: value} for token, value in zip(one.tokens, one.logprobs, strict=True)]
         return
     scored = await _scores(asked, served, begun)

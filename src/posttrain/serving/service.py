@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,7 +27,8 @@ from posttrain.access.authenticators.token import TokenAuthenticator
 from posttrain.app.models import NamedModel, named_model
 from posttrain.app.workspace import Workspace
 from posttrain.data.refs import Source
-from posttrain.domain.errors import InputError, PosttrainError
+from posttrain.domain.canonical import digest_bytes
+from posttrain.domain.errors import AuthenticationError, InputError, PosttrainError
 from posttrain.server import logs
 from posttrain.server.connections import Room, is_loopback, most_of, raise_files
 from posttrain.server.service import Bind, HttpServer, Systemd, configured, listen
@@ -35,6 +37,7 @@ from posttrain.serving.engines import Models, Release, Served
 
 log = logging.getLogger("posttrain.serving")
 _LOOK = 1.0  # seconds between two looks at the channel
+_KEY_SECONDS, _MOST_KEYS = 5.0, 10_000  # for which a valid key is not looked up again, and how many are known
 _AGAIN = 30.0  # seconds before a release that could not be served is tried again
 
 
@@ -173,7 +176,17 @@ class _Keys:
 
     def __init__(self, workspace: Workspace, channel: str | None) -> None:
         self._authenticator, self._channel = TokenAuthenticator(workspace.ledger), channel
+        self._known: dict[str, tuple[float, str]] = {}  # digest of a key → the moment until which it counts, and whose
 
     async def check(self, key: str | None) -> str:
-        """See `Keys.check`."""
-        raise NotImplementedError
+        """See `Keys.check`. A revoked key counts for at most five seconds more."""
+        if key is None:
+            raise AuthenticationError("a key is needed: send Authorization: Bearer KEY")
+        digest, now = digest_bytes(key.encode()), time.monotonic()
+        until, principal = self._known.get(digest, (0.0, ""))
+        if until <= now:
+            principal = (await asyncio.to_thread(self._authenticator.may_call, key, self._channel)).principal
+            if len(self._known) >= _MOST_KEYS:
+                self._known.clear()
+            self._known[digest] = now + _KEY_SECONDS, principal
+        return principal

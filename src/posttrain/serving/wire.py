@@ -9,19 +9,21 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from posttrain.domain.canonical import derive_seed
-from posttrain.domain.errors import InputError, meant
+from posttrain.domain.errors import InputError
 from posttrain.domain.rendering import stop_fault
+from posttrain.domain.validation import validated
 from posttrain.serving.texts import Texts
 
 MOST_CHOICES = 1024  # responses of one request
 MOST_TOP = 20  # likeliest tokens at each place
 _USUAL_TOKENS = 16  # of a completion without `max_tokens`, as at OpenAI
 _DESCRIBING = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "request_id")
+M = TypeVar("M", bound=BaseModel)
 Token = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
 Count = Annotated[int, Field(ge=0, le=10**9)]
 
@@ -109,9 +111,9 @@ class Asked:
     n: int
     limit: int | None  # maximum tokens of a response; None: what the context leaves
     sampling: Mapping[str, Any]  # the fields of `SamplingParams` but the limit
-    top: int | None = None  # likeliest tokens at each place; None: no log-probabilities
+    top: int | None = None  # likeliest tokens at each place of a response; None: no log-probabilities
+    prompt_top: int | None = None  # the same for the prompts
     echo: bool = False  # whether the answer begins with the prompt
-    scored: bool = False  # whether the prompt's tokens have log-probabilities too
     stream: bool = False
     usage: bool = False  # whether a stream ends with the usage
     skip_special: bool = True
@@ -132,25 +134,17 @@ class Asked:
     def needs_scores(self) -> bool:
         """Whether the log-probabilities are those of a text, not those with which its tokens were drawn."""
         drawn = self.sampling["greedy"] or self.sampling["temperature"] == 1.0 or self.form == "tokens"
-        return self.scored or (self.top is not None and (self.top > 0 or not drawn))
+        return self.prompt_top is not None or (self.top is not None and (self.top > 0 or not drawn))
 
 
-def parsed(kind: type[_Request] | type[TokensRequest], body: Mapping[str, Any]) -> Any:
+def _parsed(kind: type[M], body: Mapping[str, Any]) -> M:
     """Return the request with this body.
 
     Raises:
         InputError: a field is unknown, or its value is not valid or not implemented.
     """
     given = {name: value for name, value in body.items() if name not in _DESCRIBING and value is not None}
-    try:
-        return kind.model_validate(given)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False)[0]
-        place = ".".join(map(str, first["loc"][:3])) or "body"
-        if first["type"] == "extra_forbidden":
-            hint = meant(str(first["loc"][-1]), kind.model_fields)
-            raise InputError(f"{place[:80]}: is not a field that this server implements{hint}; leave it out") from error
-        raise InputError(f"{place[:80]}: {first['msg'][:200]}, got {str(first['input'])[:80]!r}; change it") from error
+    return validated(kind, given, "request")
 
 
 def asked_completion(body: Mapping[str, Any], name: str, seed: int, texts: Texts) -> Asked:
@@ -160,7 +154,7 @@ def asked_completion(body: Mapping[str, Any], name: str, seed: int, texts: Texts
         name: the id of the answer.
         seed: of the sampling, if the request has none.
     """
-    asked: CompletionRequest = parsed(CompletionRequest, body)
+    asked = _parsed(CompletionRequest, body)
     prompts = asked.prompt
     if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
         prompts = [prompts]  # type: ignore[assignment]
@@ -172,14 +166,14 @@ def asked_completion(body: Mapping[str, Any], name: str, seed: int, texts: Texts
     return Asked(
         "completion", name, asked.model, encoded, asked.n, asked.max_tokens,
         _sampling(asked, seed, ignore_eos=scored),
-        asked.logprobs, asked.echo, scored, asked.stream, _usage(asked.stream_options),
+        asked.logprobs, asked.logprobs if scored else None, asked.echo, asked.stream, _usage(asked.stream_options),
         asked.skip_special_tokens, asked.return_token_ids,
     )  # fmt: skip
 
 
 def asked_chat(body: Mapping[str, Any], name: str, seed: int, texts: Texts) -> Asked:
     """Return what a chat request asks; see `asked_completion`."""
-    asked: ChatRequest = parsed(ChatRequest, body)
+    asked = _parsed(ChatRequest, body)
     if asked.top_logprobs is not None and not asked.logprobs:
         raise InputError("top_logprobs: needs logprobs: true, got false; set it")
     messages = [_message(message, place) for place, message in enumerate(asked.messages)]
@@ -194,12 +188,11 @@ def asked_chat(body: Mapping[str, Any], name: str, seed: int, texts: Texts) -> A
 
 def asked_tokens(body: Mapping[str, Any], name: str, seed: int, texts: Texts) -> Asked:
     """Return what a request for tokens asks; see `asked_completion`."""
-    asked: TokensRequest = parsed(TokensRequest, body)
+    asked = _parsed(TokensRequest, body)
     params = asked.sampling_params
-    tops = [one for one in (params.logprobs, params.prompt_logprobs) if one is not None]
     return Asked(
         "tokens", name, asked.model, (tuple(asked.token_ids),), params.n, params.max_tokens,
-        _sampling(params, seed), max(tops, default=None), scored=params.prompt_logprobs is not None,
+        _sampling(params, seed), params.logprobs, params.prompt_logprobs,
         stream=asked.stream or params.stream, usage=_usage(asked.stream_options), ids=True,
     )  # fmt: skip
 
@@ -332,7 +325,7 @@ def _tokens(asked: Asked, one: Choice, texts: Texts, chunk: bool, first: bool) -
     found: dict[str, Any] = {"index": one.index, "finish_reason": one.reason, "logprobs": None}
     if asked.top is not None:
         found["logprobs"] = {"content": _named(asked, one, texts)}
-    if asked.scored and first:
+    if asked.prompt_top is not None and first:
         found["prompt_logprobs"] = [None, *({str(t): v for t, v in top.items()} for top in one.before_tops)]
     return found
 

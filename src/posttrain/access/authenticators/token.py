@@ -5,11 +5,11 @@ import re
 from collections.abc import Mapping
 
 from posttrain.access.ports import Identity
-from posttrain.access.roles import identity_of
+from posttrain.access.roles import identity_of, role_of
 from posttrain.domain.canonical import digest_bytes
-from posttrain.domain.errors import AccessError, InputError, NotFoundError
-from posttrain.domain.ids import FORM, Role, is_principal
-from posttrain.domain.records import Token
+from posttrain.domain.errors import AccessError, AuthenticationError, InputError, NotFoundError
+from posttrain.domain.ids import FORM, is_principal
+from posttrain.domain.records import CALLS, Token
 from posttrain.store.hosts import Ledger
 from posttrain.store.transaction import Transaction
 
@@ -30,20 +30,46 @@ class TokenAuthenticator:
 
     def authenticate(self, proof: str) -> Identity:
         """See `Authenticator.authenticate`."""
+        return self._known(proof)[0]
+
+    def may_call(self, proof: str, channel: str | None) -> Identity:
+        """Identify a caller of a served model: a member of the project, or the holder of a key for the channel.
+
+        Args:
+            channel: the served channel; None: only members may call the model.
+
+        Raises:
+            AuthenticationError: the proof is not valid.
+            AccessError: the proof is valid for something else.
+        """
+        try:
+            identity, token = self._known(proof)
+        except AccessError as error:
+            raise AuthenticationError(str(error)) from error
+        scope = token.scopes.get(self._ledger.project, "")
+        if scope.startswith(CALLS) and scope.removeprefix(CALLS) != channel:
+            raise AccessError(f"key {token.id} is for channel {scope.removeprefix(CALLS)}; ask for a key of this model")
+        if not scope.startswith(CALLS) and role_of(self._ledger, identity) is None:
+            raise AccessError(f"token {token.id} has no role in this project; ask an admin for a key")
+        return identity
+
+    def _known(self, proof: str) -> tuple[Identity, Token]:
         if not _FORM.fullmatch(proof):
             raise AccessError(f"a token must be {PREFIX} and 43 letters, digits, - or _; got something else")
         token = self._ledger.token_of(digest_bytes(proof.encode()))
         unknown = "the token is unknown; ask an admin for a new one"
-        return identity_of(token, self._ledger.clock.now(), self.auth, unknown)
+        identity = identity_of(token, self._ledger.clock.now(), self.auth, unknown)
+        assert token is not None
+        return identity, token
 
 
-def issue(ledger: Ledger, actor: str, principal: str, scopes: Mapping[str, Role], seconds: float) -> tuple[str, Token]:
+def issue(ledger: Ledger, actor: str, principal: str, scopes: Mapping[str, str], seconds: float) -> tuple[str, Token]:
     """Issue a token; return the token and its record in the ledger. The token itself is stored nowhere.
 
     Args:
         actor: the principal that issues the token.
         principal: the principal that the token identifies.
-        scopes: project → the highest role that the token grants there; the only possible project is the ledger's.
+        scopes: see `Token.scopes`; the only possible project is the ledger's.
         seconds: the validity of the token.
 
     Raises:
@@ -58,7 +84,7 @@ def issue(ledger: Ledger, actor: str, principal: str, scopes: Mapping[str, Role]
         got = ", ".join(sorted(scopes))
         raise InputError(f"token: must be for project {ledger.project}, got {got}; issue it in that project")
     with ledger.transaction(actor) as transaction:
-        return _add(ledger, transaction, principal, {name: str(role) for name, role in scopes.items()}, seconds)
+        return _add(ledger, transaction, principal, dict(scopes), seconds)
 
 
 def rotate(ledger: Ledger, actor: str, token_id: str, seconds: float) -> tuple[str, Token]:
