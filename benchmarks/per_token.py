@@ -161,7 +161,7 @@ class Scripted:
         """Return nothing: every generation is answered immediately."""
         return []
 
-    def score(self, prompts: Sequence[Sequence[int]], top: int = 0) -> list[PromptLogprobs]:
+    def score(self, prompts: Sequence[Sequence[int]], top: int = 0, policy: str = "") -> list[PromptLogprobs]:
         """Return nothing: no benchmark scores."""
         return []
 

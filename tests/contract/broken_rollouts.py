@@ -263,7 +263,7 @@ class Anyone(Honest):
 class Shifted(Honest):
     """Scores each token as the token before it."""
 
-    def score(self, prompts: Sequence[Sequence[int]], top: int = 0) -> list[PromptLogprobs]:
+    def score(self, prompts: Sequence[Sequence[int]], top: int = 0, policy: str = "") -> list[PromptLogprobs]:
         found = self._inner.score(prompts, top)
         return [replace(one, logprobs=np.roll(one.logprobs, 1)) for one in found]
 
@@ -271,6 +271,6 @@ class Shifted(Honest):
 class Distracted(Honest):
     """Scores otherwise while it samples."""
 
-    def score(self, prompts: Sequence[Sequence[int]], top: int = 0) -> list[PromptLogprobs]:
+    def score(self, prompts: Sequence[Sequence[int]], top: int = 0, policy: str = "") -> list[PromptLogprobs]:
         busy = np.float32(0.25 * bool(self._inner._schedule.running))
         return [replace(one, logprobs=one.logprobs - busy) for one in self._inner.score(prompts, top)]

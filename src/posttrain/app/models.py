@@ -10,6 +10,7 @@ people mark their versions.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,9 +31,11 @@ from posttrain.data.fit import context_length
 from posttrain.data.refs import NAME, AssetRef, Source, is_confined, local_path, parse_ref
 from posttrain.decision.releases import moves
 from posttrain.domain.errors import InputError, NotFoundError, PosttrainError, nearest
+from posttrain.domain.jobs import FIXED_LOGPROBS
+from posttrain.domain.kinds import METRICS
 from posttrain.domain.lifecycle import RunState, is_final
 from posttrain.domain.manifest import InputRef
-from posttrain.domain.records import Asset, ReleaseEntry, RunRecord, outcome_error
+from posttrain.domain.records import Asset, ReleaseEntry, RunRecord, outcome_error, stage_of
 from posttrain.domain.rendering import stop_fault
 from posttrain.domain.runspec import parse_run_spec, read_yaml
 from posttrain.domain.validation import validated
@@ -140,6 +143,30 @@ def named_model(workspace: Workspace, text: str) -> NamedModel:
         hint = nearest(text, workspace.ledger.channels()) or " (there are no channels yet)"
         raise NotFoundError(f"model {text!r}: no channel{hint}, and {error}") from error
     return NamedModel(word, ref, made.pinned(word), made)
+
+
+def recorded_logprobs(workspace: Workspace, digest: str) -> dict[str, Any] | None:
+    """Return the log-probabilities of fixed texts that the newest evaluation of a model recorded.
+
+    Returns:
+        `texts` (token ids), `logprobs` (of each text without its first token) and `dtype`; None: no evaluation of this
+        workspace recorded them.
+    """
+    import pyarrow.parquet  # only a server of models reads them
+
+    with workspace.ledger.snapshot() as now:
+        used = {stage_of(edge.consumer) for edge in now.uses_of_bytes(digest) if edge.slot == "model"}
+        rows = now.stages(*{place[0] for place in used if place})
+    found = [
+        row for row in rows if (row.run_id, row.name) in used and "items" in row.outputs and METRICS in row.outputs
+    ]
+    for row in sorted(found, key=lambda row: (row.finished_at or 0.0, row.run_id), reverse=True):
+        data = workspace.blobs.get(row.outputs["items"]["digest"])
+        about = pyarrow.parquet.read_schema(pyarrow.BufferReader(data)).metadata or {}
+        if written := about.get(FIXED_LOGPROBS.encode()):
+            recorded: dict[str, Any] = json.loads(written)
+            return recorded if recorded["texts"] else None
+    return None
 
 
 def model_word(workspace: Workspace, text: str) -> str:

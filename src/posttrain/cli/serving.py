@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterable
 from contextlib import closing
 from pathlib import Path
 from typing import Annotated
@@ -20,6 +21,10 @@ def serve_model(
     model: ModelArgument,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any free one.")] = 8470,
+    adapter: Annotated[
+        list[str] | None,
+        typer.Option("--adapter", metavar="NAME=MODEL", help="Further adapter of the model's base; repeatable."),
+    ] = None,
     keys: Annotated[bool, typer.Option("--keys", help="Callers need a key: see posttrain token issue.")] = False,
     concurrency: Annotated[int, typer.Option(min=1, help="Responses that are computed at a time.")] = 256,
     queue: Annotated[int, typer.Option(min=0, help="Requests that may wait; others get status 429.")] = 1024,
@@ -60,9 +65,27 @@ def serve_model(
     limits = Limits(concurrency, queue, context or Limits().context)
     runtime = {"device": device, "dtype": dtype, "threads": threads}
     bind = Bind(host, port, tls_certificate, tls_key, behind_proxy)
-    how = Serving(bind, limits, runtime, keys=keys, drain=drain, log=Logging(log_format, log_level))
+    how = Serving(
+        bind,
+        limits,
+        runtime,
+        adapters=_adapters(adapter or ()),
+        keys=keys,
+        drain=drain,
+        log=Logging(log_format, log_level),
+    )
     with closing(open_here()) as workspace:
         serve_model(workspace, model, how, _say_now)
+
+
+def _adapters(words: Iterable[str]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for word in words:
+        name, mark, model = word.partition("=")
+        if not (name and mark and model) or name in found:
+            raise InputError(f"serve-model: --adapter must be NAME=MODEL with a new name, got {word!r}; change it")
+        found[name] = model
+    return found
 
 
 def _say_now(line: str) -> None:

@@ -28,6 +28,7 @@ PHASE_SECONDS = 30.0  # a job reports the end of a phase after this silence, sin
 _STATUSES = ("succeeded", "failed", "stopped")
 _PATH = 1024  # characters
 NO_MEMORY, NO_SPACE = 71, 74  # exit codes of a job without memory or disk space for its result (EX_OSERR, EX_IOERR)
+FIXED_LOGPROBS = "posttrain.logprobs"  # metadata of an evaluation's items: log-probabilities of fixed texts
 ANOTHER_RUNS = 73  # exit code if another process began the attempt, or none may begin it (EX_CANTCREAT)
 
 

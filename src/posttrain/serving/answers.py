@@ -46,6 +46,11 @@ def refuse_unfit(asked: Asked, served: Served, most: int) -> None:
         raise InputError("logprobs: must be 0 at a temperature other than 0 and 1, got more; set logprobs: 0")
 
 
+def policy_of(asked: Asked, served: Served) -> str:
+    """Return the policy of the engine that the request names: an adapter by its name, or the model itself."""
+    return asked.model if asked.model in served.release.adapters else ""
+
+
 async def choices(asked: Asked, served: Served, most: int) -> list[Choice]:
     """Return the complete responses."""
     begun = list(_begun(asked))
@@ -93,21 +98,29 @@ def _begun(asked: Asked) -> Iterator[Choice]:
 
 def _work(asked: Asked, served: Served, begun: Sequence[Choice], most: int) -> list[Mapping[str, Any]]:
     """Return the generations; random numbers are those of `posttrain sample` with the same seed."""
-    context, found = min(most, served.context), list[Mapping[str, Any]]()
+    context, found, policy = min(most, served.context), list[Mapping[str, Any]](), policy_of(asked, served)
     for one in begun:
         limit = context - len(one.prompt) if asked.limit is None else asked.limit
         key, sample = divmod(one.index, asked.n)
         sampling = {**asked.sampling, "max_new_tokens": limit}
         name = f"{asked.id}.{one.index}"
         found.append(
-            {"id": name, "tokens": one.prompt, "key": key, "sample": sample, "limit": limit, "sampling": sampling}
+            {
+                "id": name,
+                "tokens": one.prompt,
+                "key": key,
+                "sample": sample,
+                "limit": limit,
+                "sampling": sampling,
+                "policy": policy,
+            }
         )
     return found
 
 
 async def _scores(asked: Asked, served: Served, begun: Sequence[Choice]) -> dict[str, Scored]:
     texts = {f"{asked.id}.{one.index}": [*one.prompt, *one.tokens] for one in begun}
-    return await served.engine.score(texts, max(asked.top or 0, asked.prompt_top or 0))
+    return await served.engine.score(texts, max(asked.top or 0, asked.prompt_top or 0), policy_of(asked, served))
 
 
 async def _add_logprobs(asked: Asked, served: Served, begun: Sequence[Choice]) -> None:

@@ -191,16 +191,19 @@ class Door:
         self.meters = Meters(self.models, self.turns)
         self.rendering = asyncio.Semaphore(1)  # a template's time is measured, so one is rendered at a time
 
-    def named(self, model: str, served: Served) -> str:
-        """Return the name of the model for the answer.
+    def named(self, model: str, served: Served) -> tuple[str, str]:
+        """Return the name and the digest of the model, or of the adapter, for the answer.
 
         Raises:
             NotFoundError: no such model is served.
         """
-        names = (self.name, served.release.name, served.release.digest)
-        if model and model not in names:
-            raise NotFoundError(f"model {model[:80]!r}: is not served here; name {self.name}, or leave it out")
-        return self.name
+        release = served.release
+        if model in release.adapters:
+            return model, release.adapters[model].digest
+        if model and model not in (self.name, release.name, release.digest):
+            known = ", ".join([self.name, *release.adapters])
+            raise NotFoundError(f"model {model[:80]!r}: is not served here; name {known}, or leave it out")
+        return self.name, release.digest
 
 
 def build(door: Door) -> Starlette:
@@ -232,11 +235,13 @@ def _viewing(door: Door, path: str, view: Callable[[Door], Response]) -> Callabl
 
 def _models(door: Door) -> Response:
     served = door.models.served
-    entry = {"id": door.name, "object": "model", "created": 0, "owned_by": "posttrain"}
+    entry: dict[str, Any] = {"id": door.name, "object": "model", "created": 0, "owned_by": "posttrain"}
     if served is None:
         return JSONResponse({"object": "list", "data": []})
-    facts = {"max_model_len": min(served.context, door.limits.context), "digest": served.release.digest}
-    return JSONResponse({"object": "list", "data": [{**entry, **facts, "release": served.release.name}]})
+    entry["max_model_len"] = min(served.context, door.limits.context)
+    releases = {door.name: served.release, **served.release.adapters}
+    found = [{**entry, "id": name, "release": one.name, "digest": one.digest} for name, one in releases.items()]
+    return JSONResponse({"object": "list", "data": [found[0], *({**one, "parent": door.name} for one in found[1:])]})
 
 
 def _health(door: Door) -> Response:
@@ -248,6 +253,7 @@ def _health(door: Door) -> Response:
         "model": door.name,
         "release": served and served.release.name,
         "digest": served and served.release.digest,
+        "compared": served and served.compared,
         "trouble": door.models.trouble,
     }
     return JSONResponse(found, 200 if ready else 503)
@@ -383,12 +389,12 @@ class Answering(Response):
         async with door.turns.taken(asked.choices), door.models.lease() as now:
             if now is not served:  # a switch while the request waited
                 asked = await self._asked(name, seed, now)
-            model = door.named(asked.model, now)
+            model, digest = door.named(asked.model, now)
             if asked.stream:
-                await self._stream(asked, now, model, send)
+                await self._stream(asked, now, (model, digest), send)
                 return
             found = await choices(asked, now, door.limits.context)
-            digest, tokens = now.release.digest, self._count(asked, sum(len(one.tokens) for one in found))
+            tokens = self._count(asked, sum(len(one.tokens) for one in found))
             body = answer(asked, found, model, digest, now.texts, chunk=False)
         response = JSONResponse({**body, "usage": usage(asked, tokens)}, headers={DIGEST_HEADER: digest})
         await response({"type": "http"}, _nothing, send)
@@ -400,9 +406,10 @@ class Answering(Response):
         refuse_unfit(asked, served, self._door.limits.context)
         return asked
 
-    async def _stream(self, asked: Asked, served: Served, model: str, send: Send) -> None:
+    async def _stream(self, asked: Asked, served: Served, named: tuple[str, str], send: Send) -> None:
         """Send the answer as server-sent events."""
-        digest, begun, tokens, seen = served.release.digest, time.monotonic(), 0, set[int]()
+        model, digest = named
+        begun, tokens, seen = time.monotonic(), 0, set[int]()
         base = answer(asked, [], model, digest, served.texts, chunk=True)
 
         async def pieces() -> AsyncIterator[dict[str, Any]]:

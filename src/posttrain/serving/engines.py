@@ -77,11 +77,11 @@ class EngineProcess:
         self.facts: Mapping[str, Any] = {}  # what `jobs.bodies.serving.serve` answers first
 
     @classmethod
-    async def start(cls, folder: Path, settings: Mapping[str, Any]) -> EngineProcess:
+    async def start(cls, settings: Mapping[str, Any]) -> EngineProcess:
         """Start a process, and return it when its model is loaded.
 
         Args:
-            settings: `runtime`, `kv_cache` and `threads`.
+            settings: the request of `jobs.bodies.serving.serve`.
 
         Raises:
             InputError, JobFailedError: the model cannot be loaded.
@@ -95,7 +95,7 @@ class EngineProcess:
         )  # fmt: skip
         engine = cls(process, words)
         try:
-            await engine._send({**settings, "folder": str(folder), "asked_by": os.getpid()})
+            await engine._send({**settings, "asked_by": os.getpid()})
             async with asyncio.timeout(LOADING):
                 engine.facts = await engine._line()
         except BaseException:
@@ -140,12 +140,12 @@ class EngineProcess:
                 left -= {part.id} if part.by else set()
                 yield part
 
-    async def score(self, texts: Mapping[str, Sequence[int]], top: int) -> dict[str, Scored]:
-        """Return the scores of texts by their ids; see `generate` for the errors."""
+    async def score(self, texts: Mapping[str, Sequence[int]], top: int, policy: str = "") -> dict[str, Scored]:
+        """Return the scores of texts by their ids, under a policy; see `generate` for the errors."""
         found, left = dict[str, Scored](), set(texts)
         async with self._answers(left) as take:
             for name, tokens in texts.items():
-                await self._send({"score": {"id": name, "tokens": tokens, "top": top}})
+                await self._send({"score": {"id": name, "tokens": tokens, "top": top, "policy": policy}})
             while left:
                 scored = await take()
                 assert isinstance(scored, Scored)
@@ -264,6 +264,14 @@ class Release:
     name: str  # as people named it: prod@3, run:sort/sft, model:base
     digest: str
     folder: Callable[[], Path]  # brings its files to this machine
+    adapters: Mapping[str, Release] = field(default_factory=dict)  # further adapters of its base, by name
+
+    def settings(self) -> dict[str, Any]:
+        """Bring all files to this machine; return the model and the adapters as an engine expects them."""
+        return {
+            "folder": str(self.folder()),
+            "adapters": {name: str(one.folder()) for name, one in self.adapters.items()},
+        }
 
 
 @dataclass(slots=True, eq=False)
@@ -274,6 +282,7 @@ class Served:
     texts: Texts
     engine: EngineProcess
     requests: int = 0
+    compared: float | None = None  # largest difference from the recorded log-probabilities; None: none are recorded
     idle: asyncio.Event = field(default_factory=asyncio.Event)  # while no request holds it
     ready: asyncio.Event = field(default_factory=asyncio.Event)  # while its engine answers
 
@@ -346,9 +355,9 @@ class Models:
                 self._switched(release)
                 return
             await self._leave()  # at most two in memory
-            folder = await asyncio.to_thread(release.folder)
-            texts = await asyncio.to_thread(Texts, folder)
-            served = Served(release, texts, await EngineProcess.start(folder, self._settings))
+            settings = await asyncio.to_thread(release.settings)
+            texts = await asyncio.to_thread(Texts, Path(settings["folder"]))
+            served = Served(release, texts, await EngineProcess.start({**self._settings, **settings}))
             served.idle.set()
             served.ready.set()
             try:
@@ -399,8 +408,8 @@ class Models:
             self.restarts += 1
             await asyncio.sleep(_AGAIN[min(tries, len(_AGAIN) - 1)])
             try:
-                folder = await asyncio.to_thread(served.release.folder)
-                served.engine = await EngineProcess.start(folder, self._settings)
+                settings = await asyncio.to_thread(served.release.settings)
+                served.engine = await EngineProcess.start({**self._settings, **settings})
                 served.ready.set()
             except PosttrainError as error:
                 log.error("the engine of %s cannot be started: %s", served.release.name, error)

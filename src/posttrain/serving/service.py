@@ -17,27 +17,32 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from posttrain.access.authenticators.token import TokenAuthenticator
-from posttrain.app.models import NamedModel, named_model
+from posttrain.app.models import NamedModel, named_model, recorded_logprobs
 from posttrain.app.workspace import Workspace
 from posttrain.data.refs import Source
+from posttrain.domain.adapters import base_files, has_adapter
 from posttrain.domain.canonical import digest_bytes
-from posttrain.domain.errors import AuthenticationError, InputError, PosttrainError
+from posttrain.domain.errors import AuthenticationError, InputError, IntegrityError, PosttrainError
 from posttrain.server import logs
 from posttrain.server.connections import Room, is_loopback, most_of, raise_files
 from posttrain.server.service import Bind, HttpServer, Systemd, configured, listen
 from posttrain.serving.app import Door, Keys, Limits, NoKeys, build
 from posttrain.serving.engines import Models, Release, Served
+from posttrain.store.trees import tree_listing
 
 log = logging.getLogger("posttrain.serving")
 _LOOK = 1.0  # seconds between two looks at the channel
 _KEY_SECONDS, _MOST_KEYS = 5.0, 10_000  # for which a valid key is not looked up again, and how many are known
+# differences between recorded and served log-probabilities, the largest and on average; True: both in float32
+_APART = {True: (1e-3, 1e-4), False: (0.5, 0.05)}
 _AGAIN = 30.0  # seconds before a release that could not be served is tried again
 
 
@@ -49,6 +54,7 @@ class Serving:
     limits: Limits = field(default_factory=Limits)
     runtime: Mapping[str, Any] = field(default_factory=dict)  # device, dtype, threads
     kv_cache: int | None = None  # maximum bytes of keys and values of each engine; None: half of the free memory
+    adapters: Mapping[str, str] = field(default_factory=dict)  # name → a model with an adapter of the same base
     keys: bool = False  # whether callers need a key
     drain: int = 60  # seconds for requests in progress after SIGTERM
     log: logs.Logging = field(default_factory=logs.Logging)
@@ -80,10 +86,16 @@ def serve_model(workspace: Workspace, word: str, how: Serving, say: Callable[[st
     how.checked()
     logs.begin(how.log, held=True)
     first = named_model(workspace, word)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _heard)  # uvicorn handles these signals, and raises each again afterwards
     room = Room(most_of(raise_files()))
     with listen(how.bind, room) as listening:
         url = how.bind.near(listening.getsockname()[1])
         asyncio.run(_Service(workspace, first, how, say).run(listening, room, url))
+
+
+def _heard(*_: object) -> None:
+    """Ignore a signal, because the engines end after the server."""
 
 
 class _Service:
@@ -132,7 +144,27 @@ class _Service:
             self._say("every user of this machine can call it; --keys asks for bearer keys")
 
     def _release(self, model: NamedModel) -> Release:
+        """Return what is served for a model: itself, and the adapters of its base.
+
+        Raises:
+            NotFoundError, InputError: there is no such adapter, or its base is another one.
+        """
+        adapters = {name: named_model(self._workspace, word) for name, word in self._how.adapters.items()}
+        base = self._base(model) if adapters else None
+        for name, one in adapters.items():
+            if self._base(one) != base or not has_adapter(tree_listing(self._workspace.blobs, one.digest)):
+                raise InputError(
+                    f"adapter {name}: {one.word} must be an adapter of the base of {model.word}, got another base or no "
+                    "adapter; serve it as a model of its own"
+                )
+        named = {name: self._of(one) for name, one in adapters.items()}
+        return replace(self._of(model), adapters=named)
+
+    def _of(self, model: NamedModel) -> Release:
         return Release(model.pinned.name, model.digest, partial(model.folder, self._workspace))
+
+    def _base(self, model: NamedModel) -> Any:
+        return base_files(tree_listing(self._workspace.blobs, model.digest))
 
     async def _follow(self, channel: str) -> None:
         """Serve each new live release of the channel."""
@@ -145,7 +177,7 @@ class _Service:
                     self._models.trouble = ""
                     continue
                 model = await asyncio.to_thread(named_model, self._workspace, f"channel:{channel}")
-                await self._models.use(self._release(model))
+                await self._models.use(await asyncio.to_thread(self._release, model))
             except PosttrainError as error:
                 if self._models.trouble != str(error):
                     log.error("channel %s: its live release is not served: %s", channel, error)
@@ -153,7 +185,28 @@ class _Service:
                 await asyncio.sleep(_AGAIN)
 
     async def _check(self, served: Served) -> None:
-        """Refuse a release whose log-probabilities differ from those that its gate recorded."""
+        """Refuse a release whose log-probabilities differ from those that its evaluation recorded.
+
+        Raises:
+            IntegrityError: they differ by more than rounding.
+        """
+        name, digest = served.release.name, served.release.digest
+        recorded = await asyncio.to_thread(recorded_logprobs, self._workspace, digest)
+        if recorded is None:
+            log.warning("%s is served without comparison: no evaluation recorded its log-probabilities", name)
+            return
+        texts = {f"fixed-{place}": text for place, text in enumerate(recorded["texts"])}
+        found = await served.engine.score(texts, 0)
+        pairs = zip(recorded["logprobs"], (found[name].logprobs for name in texts), strict=True)
+        apart = [abs(one - other) for before, now in pairs for one, other in zip(before, now, strict=True)]
+        exact = recorded["dtype"] == served.engine.facts["dtype"] == "float32"
+        most, mean = _APART[exact]
+        if not (max(apart) <= most and sum(apart) / len(apart) <= mean):
+            raise IntegrityError(
+                f"{name}: its log-probabilities of {len(texts)} fixed texts must be those that its evaluation "
+                f"recorded, within {most:g}, got a difference of {max(apart):.3g}; it is not served"
+            )
+        served.compared = max(apart)
 
 
 class _Drained(HttpServer):

@@ -68,12 +68,24 @@ def attach_saved(module: PreTrainedModel, folder: Path, *, dropout: float = 0.0)
     begins = _has_head(module) and not told.scores  # the adapter of a policy, with which a critic begins
     with torch.random.fork_rng(devices=[]):  # peft initialises what the file then replaces
         _inject(module, replace(told, scores=told.scores or begins), dropout)
+    fill(module, folder, but_head=begins)
+
+
+def fill(module: PreTrainedModel, folder: Path, *, but_head: bool = False) -> None:
+    """Give a module's adapter the values in a model's folder.
+
+    Args:
+        but_head: whether the module's head keeps its values.
+
+    Raises:
+        InputError: the files are not the adapter of this module.
+    """
     path = folder / FOLDER / WEIGHTS
     try:
         tensors = {name.removeprefix(PREFIX): tensor for name, tensor in load_file(path).items()}
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise InputError(f"adapter {path} cannot be read: {error}; add the adapter again") from error
-    own = {name: p for name, p in trained_parameters(module) if not (begins and name.startswith(f"{HEAD}."))}
+    own = {name: p for name, p in trained_parameters(module) if not (but_head and name.startswith(f"{HEAD}."))}
     wanted = {name: tuple(p.shape) for name, p in own.items()}
     given = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if odd := sorted(set(wanted.items()) ^ set(given.items())):

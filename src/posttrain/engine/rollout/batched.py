@@ -109,7 +109,7 @@ class BatchedEngine:
         found = [row.delta(*self._batch.said(at)) for at, row in self._rows.items()] if self._batch else []
         return [delta for delta in found if delta]
 
-    def score(self, prompts: Sequence[Sequence[int]], top: int = 0) -> list[PromptLogprobs]:
+    def score(self, prompts: Sequence[Sequence[int]], top: int = 0, policy: str = "") -> list[PromptLogprobs]:
         """Raise, because a batch has no weights; see `RolloutEngine.score`.
 
         Raises:

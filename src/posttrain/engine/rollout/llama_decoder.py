@@ -17,6 +17,7 @@ no second copy, and nothing is transferred after an update.
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -192,10 +193,25 @@ class FusedWeights:
         for low in self._lows:
             low.refresh(copy)
 
-    def forget_copies(self) -> None:
-        """Free all copies of the adapters but the first."""
+    def forget_copies(self, kept: int = 1) -> None:
+        """Free all copies of the adapters but the first ones."""
         for low in self._lows:
-            del low.copies[1:]
+            del low.copies[kept:]
+
+    @contextmanager
+    def showing(self, copy: int) -> Iterator[None]:
+        """Give the module the adapters of a copy for a while, so that its own forward pass computes with them."""
+        own = [(part, part.clone()) for low in self._lows for layer in low.layers if layer for part in layer[:2]]
+        try:
+            for low in self._lows:
+                for layer, places in zip(low.layers, low.places(copy), strict=True):
+                    if layer is not None and places is not None:
+                        layer[0].copy_(places[0])
+                        layer[1].copy_(places[1])
+            yield
+        finally:
+            for part, before in own:
+                part.copy_(before)
 
     @property
     def _lows(self) -> list[LowRank]:

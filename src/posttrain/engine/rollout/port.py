@@ -251,15 +251,17 @@ class RolloutEngine(Protocol):
         before an answer; `contract.Bench.streams` is False for it.
         """
 
-    def score(self, prompts: Sequence[Sequence[int]], top: int = 0) -> list[PromptLogprobs]:
-        """Return the log-probabilities of given texts under the policy in training, without changing submitted work.
+    def score(self, prompts: Sequence[Sequence[int]], top: int = 0, policy: str = "") -> list[PromptLogprobs]:
+        """Return the log-probabilities of given texts under a policy, without changing submitted work.
 
         Args:
             prompts: token ids, at least one each.
             top: number of likeliest tokens at each place.
+            policy: see `Generation.policy`.
 
         Raises:
-            InputError: a text is empty or longer than the context; `top` is negative or larger than the vocabulary.
+            InputError: a text is empty or longer than the context; `top` is negative or larger than the vocabulary; the
+                engine does not serve the policy.
             JobFailedError: the model returned logits that are not finite.
         """
 

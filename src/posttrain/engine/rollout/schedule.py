@@ -207,7 +207,7 @@ class Intake:
         ids: dict[str, str] = {}
         begun = {session for session in self._sessions.values() if session}
         for generation in work:
-            self._served(generation.policy)
+            self.refuse_unserved(generation.policy)
             if generation.session in begun:
                 raise InputError(
                     f"session {generation.session} must have one unanswered generation, got {generation.id} too; wait "
@@ -239,7 +239,7 @@ class Intake:
 
     def update(self, policy: str, version: str, in_flight: InFlight, begun: int) -> None:
         """See `RolloutEngine.update`; `begun` is the number of begun responses."""
-        self._served(policy)
+        self.refuse_unserved(policy)
         if not self.paused:
             raise InputError(
                 f"rollout engine {self._name} reads weights in place and must be paused to update to {version}, "
@@ -253,7 +253,8 @@ class Intake:
             )
         self.versions[policy] = version
 
-    def _served(self, policy: str) -> None:
+    def refuse_unserved(self, policy: str) -> None:
+        """Raise InputError if the engine does not serve the policy."""
         if policy not in self.versions:
             others = f" and {', '.join(sorted(self.versions.keys() - {''}))}" if len(self.versions) > 1 else ""
             raise InputError(

@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from posttrain.data.rows import distinct_items, prompt_text, read_rows, repeated_rows, uniform
 from posttrain.domain.canonical import canonical_json, derive_seed
 from posttrain.domain.errors import InputError
-from posttrain.domain.jobs import JobResult, Metric, Note, Output, Progress, seconds_short
+from posttrain.domain.jobs import FIXED_LOGPROBS, JobResult, Metric, Note, Output, Progress, seconds_short
 from posttrain.domain.rewards import JUDGES
 from posttrain.engine.batch import peak_memory
 from posttrain.engine.config import EvaluateConfig
@@ -39,6 +39,7 @@ from posttrain.engine.models.files import ModelSource, decode_response, encode_p
 from posttrain.engine.models.language_model import LanguageModel
 from posttrain.engine.rollout.decoding import StopStrings
 from posttrain.engine.rollout.port import RolloutEngine, SamplingParams
+from posttrain.engine.rollout.prompt_logprobs import prompt_logprobs
 from posttrain.engine.rollout.worker import decoding_fallbacks, generate, open_rollout
 from posttrain.engine.settings import InferenceRuntimeConfig
 from posttrain.jobs.bodies.rewards import open_rewards
@@ -48,6 +49,7 @@ from posttrain.planner.sizes import reward_seconds
 
 OUTPUTS = {"metrics": Output("outputs/metrics.parquet", "file"), "items": Output("outputs/items.parquet", "file")}
 _USUAL_TOKENS = 256
+_FIXED, _FIXED_TOKENS = 16, 256  # texts whose log-probabilities are recorded, and tokens of each
 _ROWS_PER_CALL = 64  # responses between two answers
 
 
@@ -82,7 +84,7 @@ def body(job: Job) -> JobResult:
         return failed(error, meter.tokens)
     if results is None:
         return JobResult("stopped", tokens=meter.tokens)
-    means = write_tables(results, job.folder / "outputs")
+    means = write_tables(results, job.folder / "outputs", fixed_logprobs(model, results))
     job.sink(Metric(0, {**means, **peak_memory()}, time.time()))
     return JobResult("succeeded", OUTPUTS, means | slower, meter.tokens)
 
@@ -139,8 +141,25 @@ def _answer(
     return results
 
 
-def write_tables(results: Sequence[SuiteResult], folder: Path) -> dict[str, float]:
+def fixed_logprobs(model: LanguageModel, results: Sequence[SuiteResult]) -> dict[str, str]:
+    """Return the log-probabilities of the first prompts under the evaluated model.
+
+    A server of the model compares its own with them before it answers anyone (`domain.jobs.FIXED_LOGPROBS`).
+    """
+    prompts = [item.prompt[:_FIXED_TOKENS] for result in results for item in result.items if len(item.prompt) > 1]
+    texts = prompts[:_FIXED]
+    found = [one.logprobs[1:].tolist() for one in prompt_logprobs(model, texts, 0)] if texts else []
+    kind = str(model.dtype).removeprefix("torch.")
+    return {FIXED_LOGPROBS: canonical_json({"texts": texts, "logprobs": found, "dtype": kind}).decode()}
+
+
+def write_tables(
+    results: Sequence[SuiteResult], folder: Path, about: Mapping[str, str] | None = None
+) -> dict[str, float]:
     """Write `items.parquet` and `metrics.parquet`; return the mean of every metric.
+
+    Args:
+        about: metadata of `items.parquet`.
 
     Raises:
         InputError: two suites produce a metric of the same name.
@@ -160,7 +179,7 @@ def write_tables(results: Sequence[SuiteResult], folder: Path) -> dict[str, floa
                 columns[name] += [getattr(ranges[metric], name)] * len(values)
     folder.mkdir(parents=True, exist_ok=True)
     _write(columns, _METRIC_TYPES, folder / "metrics.parquet")
-    _write(_item_columns(results), _ITEM_TYPES, folder / "items.parquet")
+    _write(_item_columns(results), _ITEM_TYPES, folder / "items.parquet", about)
     return means
 
 
@@ -208,10 +227,12 @@ def _item_columns(results: Sequence[SuiteResult]) -> dict[str, list[Any]]:
     }
 
 
-def _write(columns: Mapping[str, list[Any]], types: Mapping[str, str], path: Path) -> None:
+def _write(
+    columns: Mapping[str, list[Any]], types: Mapping[str, str], path: Path, about: Mapping[str, str] | None = None
+) -> None:
     import pyarrow.parquet  # late: the import starts a thread, and the fork server must be single-threaded
 
-    schema = pyarrow.schema([(name, pyarrow.type_for_alias(kind)) for name, kind in types.items()])
+    schema = pyarrow.schema([(name, pyarrow.type_for_alias(kind)) for name, kind in types.items()], about)
     pyarrow.parquet.write_table(pyarrow.table(dict(columns), schema=schema), path, compression="zstd")
 
 

@@ -5,8 +5,8 @@ The first line of standard input is the request, and each further line an order;
 - `{"generate": [GENERATION, …], "stream": true}`: each generation has the fields of `Generation`, with `sampling` as
   the fields of `SamplingParams`. The answers are `deltas`, `[id, tokens, log-probabilities]`, if the order streams, and
   once for each generation `done`: `[id, tokens, log-probabilities, ended by]` with the tokens after the deltas.
-- `{"score": {"id", "tokens", "top"}}`: the answer is `scored`, `[id, log-probabilities, likeliest tokens, their
-  log-probabilities, likeliest next tokens, their log-probabilities]`.
+- `{"score": {"id", "tokens", "top", "policy"}}`: the answer is `scored`, `[id, log-probabilities, likeliest tokens,
+  their log-probabilities, likeliest next tokens, their log-probabilities]`.
 - `{"abort": [id, …]}`: these generations are `done` with their tokens so far.
 - `failed`, `[id, message, whether the request is at fault]`, answers an order that cannot be carried out. An error of
   the model ends all orders in progress, and the engine continues.
@@ -23,8 +23,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+import torch
+
 from posttrain.domain.errors import InputError, PosttrainError
+from posttrain.engine.models.adapters import attach_saved, attached, fill, in_folder, read_adapter, trained_parameters
 from posttrain.engine.models.files import ModelSource, load_tokenizer
+from posttrain.engine.models.language_model import LanguageModel
+from posttrain.engine.rollout.backends.native import NativeRollout
 from posttrain.engine.rollout.decoding import StopStrings
 from posttrain.engine.rollout.port import Completion, Generation, PromptLogprobs, RolloutEngine, SamplingParams
 from posttrain.engine.rollout.worker import decoding_fallbacks, open_rollout
@@ -42,7 +47,12 @@ def serve(asked: tuple[Mapping[str, Any], IO[str]]) -> Iterator[Mapping[str, Any
     runtime, folder = InferenceRuntimeConfig.model_validate(request["runtime"]), Path(request["folder"])
     device, tokenizer = settled_device(runtime), load_tokenizer(folder)
     model = ModelSource(folder, runtime.dtype).open(device)
+    adapters = {name: Path(place) for name, place in request.get("adapters", {}).items()}
+    if adapters and attached(model.module) is None:
+        attach_saved(model.module, next(iter(adapters.values())))
     rollout = open_rollout(model, request.get("kv_cache"), texts=StopStrings(tokenizer))
+    if adapters:
+        _keep(model, rollout, folder, adapters)
     orders = Orders()
     threading.Thread(target=_read, args=(lines, orders), daemon=True).start()
     yield {
@@ -55,6 +65,30 @@ def serve(asked: tuple[Mapping[str, Any], IO[str]]) -> Iterator[Mapping[str, Any
         "fallbacks": decoding_fallbacks(model),
     }
     yield from Serving(rollout).answers(orders)
+
+
+def _keep(model: LanguageModel, rollout: RolloutEngine, folder: Path, adapters: Mapping[str, Path]) -> None:
+    """Serve adapters of the model's base, each under its name.
+
+    Raises:
+        InputError: the model is not decoded natively, or an adapter has another form than the first one.
+    """
+    own, module = attached(model.module), model.module
+    assert own is not None
+    if not isinstance(rollout, NativeRollout):
+        reason = next(iter(decoding_fallbacks(model).values()), rollout.name)
+        raise InputError(f"adapters by name need the native decoder, got {reason}; serve each as a model of its own")
+    for name, place in adapters.items():
+        read_adapter(place).refuse_other(own, name)
+        fill(module, place)
+        rollout.keep(name)
+    if in_folder(folder):
+        fill(module, folder)
+    else:  # the base alone
+        with torch.no_grad():
+            for name, part in trained_parameters(module):
+                if "lora_B" in name:
+                    part.zero_()
 
 
 def _read(lines: IO[str], orders: Orders) -> None:
@@ -117,10 +151,11 @@ class Serving:
         first, tokens, pack = self._texts[0], 0, list[Mapping[str, Any]]()
         for text in self._texts:
             tokens += len(text["tokens"])
-            if text["top"] != first["top"] or (pack and tokens > _PACK):
+            alike = (text["top"], text["policy"]) == (first["top"], first["policy"])
+            if not alike or (pack and tokens > _PACK):
                 break
             pack.append(text)
-        found = self._rollout.score([text["tokens"] for text in pack], first["top"])
+        found = self._rollout.score([text["tokens"] for text in pack], first["top"], first["policy"])
         del self._texts[: len(pack)]
         return [(text["id"], *_scores(scores)) for text, scores in zip(pack, found, strict=True)]
 

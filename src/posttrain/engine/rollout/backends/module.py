@@ -41,8 +41,9 @@ class ModuleRollout(BatchedEngine):
         """See `RolloutEngine.attest`."""
         return Proof(module_views(self._model.module))
 
-    def score(self, prompts: Sequence[Sequence[int]], top: int = 0) -> list[PromptLogprobs]:
+    def score(self, prompts: Sequence[Sequence[int]], top: int = 0, policy: str = "") -> list[PromptLogprobs]:
         """See `RolloutEngine.score`."""
+        self._intake.refuse_unserved(policy)
         return prompt_logprobs(self._model, prompts, top)
 
 

@@ -193,6 +193,7 @@ class NativeRollout:
         self._fresh = False  # whether the weights are unchanged since the last check
         self._copy = 0  # of the adapter, for rows that begin
         self._versions = {0: ""}  # of the copies
+        self._kept: dict[str, int] = {}  # policy → its copy, which never changes
         self._begin_store()
         self._done: list[Completion] = []
         self._draws: RowDraws | None = None
@@ -200,6 +201,24 @@ class NativeRollout:
     def counts(self) -> Mapping[str, int]:
         """See `RolloutEngine.counts`."""
         return dict(vars(self.counters))
+
+    def keep(self, policy: str) -> None:
+        """Serve the adapter's present values under a name of their own from now on; they are copied.
+
+        Raises:
+            InputError: the model has no adapter, the name is taken, or the engine has work.
+        """
+        if not self._weights.adapted or policy in self._intake.versions:
+            raise InputError(
+                f"policy {policy!r} must be a new name for an adapter, but the model has no adapter or the name is "
+                "taken; attach an adapter, or choose another name"
+            )
+        if self._schedule.running or self._schedule.waiting:
+            raise InputError(f"policy {policy!r} must be kept by an engine without work; collect the responses first")
+        self._kept[policy] = copy = 1 + len(self._kept)
+        self._weights.forget_copies(copy)
+        self._weights.refresh(copy)
+        self._versions[copy] = self._intake.versions[policy] = policy
 
     def attest(self, challenge: Sequence[Sequence[int]]) -> Proof:
         """See `RolloutEngine.attest`."""
@@ -211,8 +230,11 @@ class NativeRollout:
         """See `RolloutEngine.submit`.
 
         Raises:
-            InputError: see `RolloutEngine.submit`; also, the keys and values of one generation exceed `kv_cache`.
+            InputError: see `RolloutEngine.submit`; also, the keys and values of one generation exceed `kv_cache`, or
+                a generation of a kept policy has a session.
         """
+        if odd := next((one.id for one in work if one.session and one.policy in self._kept), None):
+            raise InputError(f"generation {odd} of a kept policy must have no session; leave the session out")
         if self._given_bytes is not None:
             self._refuse_longer(work, self._given_bytes)
         prompts = prompt_segments(work)
@@ -235,8 +257,9 @@ class NativeRollout:
 
     def _begin_store(self) -> None:
         """Open an empty store with the budget, of an engine without work; only one copy of an adapter is left."""
-        self._weights.forget_copies()
-        self._versions, self._copy, self._fresh = {0: self._versions[self._copy]}, 0, False
+        self._weights.forget_copies(1 + len(self._kept))
+        kept = {copy: policy for policy, copy in self._kept.items()}
+        self._versions, self._copy, self._fresh = {0: self._versions[self._copy], **kept}, 0, False
         self._store = store = self._open_store(self._decoder.shape, self._budget)
         self._prompts = KeptPrompts(self._decoder, store, self.counters)
         self._step: Callable[[Tensor, Indices, list[int] | None], Tensor] = partial(self._decoder.step, store)
@@ -267,10 +290,15 @@ class NativeRollout:
         waiting = [row.delta(row.tokens, row.logprobs) for row in self._schedule.waiting]
         return self._table.deltas() + [delta for delta in waiting if delta]
 
-    def score(self, prompts: Sequence[Sequence[int]], top: int = 0) -> list[PromptLogprobs]:
+    @torch.no_grad()
+    def score(self, prompts: Sequence[Sequence[int]], top: int = 0, policy: str = "") -> list[PromptLogprobs]:
         """See `RolloutEngine.score`."""
+        self._intake.refuse_unserved(policy)
         self._weights.check()
-        return prompt_logprobs(self._model, prompts, top)
+        if policy not in self._kept:
+            return prompt_logprobs(self._model, prompts, top)
+        with self._weights.showing(self._kept[policy]):
+            return prompt_logprobs(self._model, prompts, top)
 
     def release(self, sessions: Collection[str]) -> None:
         """See `RolloutEngine.release`."""
@@ -301,6 +329,8 @@ class NativeRollout:
     @torch.inference_mode()
     def update(self, policy: str, version: str, *, in_flight: InFlight = "finish") -> None:
         """See `RolloutEngine.update`."""
+        if self._kept:
+            raise InputError(f"rollout engine native keeps {', '.join(self._kept)} and cannot be updated; open another")
         begun = self._schedule.begun
         finishes = in_flight == "finish" and self._weights.adapted
         self._intake.update(policy, version, in_flight, 0 if finishes else len(begun))
@@ -356,7 +386,7 @@ class NativeRollout:
             return
         rows = self._schedule.admit(count)
         for row in rows:
-            row.copy = self._copy if row.copy < 0 else row.copy
+            row.copy = self._copy_of(row)
         ended = self._begin(rows, [row for row in rows if not len(row.tokens)])
         over = {row.number for row in ended}
         going = {row.number: row for row in rows if row.number not in over or row.asked.session}
@@ -384,6 +414,10 @@ class NativeRollout:
             self._draws = draws
         return ended
 
+    def _copy_of(self, row: Row) -> int:
+        """Return the copy of the adapter with which a row begins, or has begun."""
+        return self._kept.get(row.asked.policy, self._copy) if row.copy < 0 else row.copy
+
     def _first_length(self, row: Row) -> int:
         return len(row.asked.tokens) + max(1, len(row.tokens)) + self._read_every
 
@@ -398,8 +432,11 @@ class NativeRollout:
         for row in islice(schedule.waiting, most):
             prompt, session = row.asked.tokens, row.asked.session
             held = sessions.continued(session, row.prompt.tokens) if session else 0
-            copy = self._copy if row.copy < 0 else row.copy
-            row.context = f"\0{row.number}" if copy != self._copy else session if held else prompt
+            copy = self._copy_of(row)
+            if row.asked.policy in self._kept:
+                row.context = -1 - copy, *prompt  # no prompt begins so: its keys and values are of this adapter
+            else:
+                row.context = f"\0{row.number}" if copy != self._copy else session if held else prompt
             new = row.context not in kept and row.context not in missing
             planned += store.row_bytes(self._first_length(row), len(prompt))
             planned += store.prompt_bytes(len(prompt)) if new else 0
