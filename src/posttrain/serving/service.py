@@ -88,10 +88,9 @@ def serve_model(workspace: Workspace, word: str, how: Serving, say: Callable[[st
     first = named_model(workspace, word)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _heard)  # uvicorn handles these signals, and raises each again afterwards
-    room = Room(most_of(raise_files()))
+    service, room = _Service(workspace, first, how, say), Room(most_of(raise_files()))
     with listen(how.bind, room) as listening:
-        url = how.bind.near(listening.getsockname()[1])
-        asyncio.run(_Service(workspace, first, how, say).run(listening, room, url))
+        asyncio.run(service.run(listening, room, how.bind.near(listening.getsockname()[1])))
 
 
 def _heard(*_: object) -> None:
@@ -102,7 +101,8 @@ class _Service:
     """A server and its channel."""
 
     def __init__(self, workspace: Workspace, first: NamedModel, how: Serving, say: Callable[[str], None]) -> None:
-        self._workspace, self._first, self._how, self._say = workspace, first, how, say
+        self._workspace, self._how, self._say = workspace, how, say
+        self._first = self._release(first)
         ref = first.ref
         self._channel = ref.name if ref.source is Source.CHANNEL and ref.version is None else None
         settings = {"runtime": dict(how.runtime), "kv_cache": how.kv_cache, "threads": how.runtime.get("threads", 1)}
@@ -115,7 +115,7 @@ class _Service:
         systemd = Systemd(os.environ)
         server = _Drained(configured(build(self._door), self._how.bind, room, self._how.drain), systemd)
         server.door = self._door
-        loading = asyncio.create_task(self._models.use(self._release(self._first)))
+        loading = asyncio.create_task(self._models.use(self._first))
         serving = asyncio.create_task(server.serve(sockets=[listening]))  # answers /health while the model loads
         await asyncio.wait({loading, serving}, return_when=asyncio.FIRST_COMPLETED)
         follower: asyncio.Task[None] | None = None
@@ -154,8 +154,8 @@ class _Service:
         for name, one in adapters.items():
             if self._base(one) != base or not has_adapter(tree_listing(self._workspace.blobs, one.digest)):
                 raise InputError(
-                    f"adapter {name}: {one.word} must be an adapter of the base of {model.word}, got another base or no "
-                    "adapter; serve it as a model of its own"
+                    f"adapter {name}: {one.word} must be an adapter of the base of {model.word}, got another base or "
+                    "no adapter; serve it as a model of its own"
                 )
         named = {name: self._of(one) for name, one in adapters.items()}
         return replace(self._of(model), adapters=named)
