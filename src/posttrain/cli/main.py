@@ -22,7 +22,21 @@ import typer.utils
 from typer.core import TyperGroup
 
 from posttrain._version import __version__
-from posttrain.cli import assets, demo, drive, models, releases, runs, service, serving, sinks, sweep, trace, workspace
+from posttrain.cli import (
+    assets,
+    chat,
+    demo,
+    drive,
+    models,
+    releases,
+    runs,
+    service,
+    serving,
+    sinks,
+    sweep,
+    trace,
+    workspace,
+)
 from posttrain.cli.console import OPENED, aside, ask_at, harmless
 from posttrain.cli.usage import CODES, EXAMPLES, GROUPS, HINTS, VERBS
 from posttrain.domain.errors import ConflictError, InputError, PosttrainError, unwritable
@@ -178,7 +192,7 @@ for command in (
     *(runs.ls, runs.get, runs.logs, runs.why, runs.diff, runs.note),
     *(models.sample, models.evaluate, models.export, releases.promote, releases.rollback, releases.lineage),
     *(releases.verify, releases.approve, releases.reject, trace.trace, sinks.track),
-    *(service.serve, service.login, service.logout, service.whoami, serving.serve_model),
+    *(service.serve, service.login, service.logout, service.whoami, serving.serve_model, chat.chat),
 ):
     app.command("eval" if command is models.evaluate else command.__name__.replace("_", "-"))(command)
 _GROUPS = {

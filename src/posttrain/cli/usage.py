@@ -8,7 +8,8 @@ from collections.abc import Mapping
 GROUPS: Mapping[str, tuple[str, ...]] = {
     "Run": ("demo", "examples", "init", "plan", "lock", "run", "sweep", "attach", "stop", "retry", "signal", "dead"),
     "Look": ("ls", "get", "logs", "why", "diff", "compare", "trace", "note", "sample", "eval"),
-    "Ship": ("export", "promote", "approve", "reject", "rollback", "serve-model", "channel", "lineage", "verify"),
+    "Ship": ("export", "promote", "approve", "reject", "rollback", "channel", "lineage", "verify"),
+    "Serve": ("serve-model", "chat"),
     "Share": ("serve", "login", "logout", "whoami", "project", "member", "token", "sink", "track"),
     "Keep": ("asset", "import", "gc", "backup", "restore", "erase", "doctor", "executor"),
 }
@@ -49,6 +50,7 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
     "reject": ('posttrain reject sort-1f2e3d4c --reason "too long"', "posttrain reject sort-1f2e3d4c --channel prod"),
     "rollback": ("posttrain rollback prod", 'posttrain rollback prod --to 3 --reason "answers are empty"'),
     "serve-model": ("posttrain serve-model prod", "posttrain serve-model sort/sft --port 8471 --concurrency 64"),
+    "chat": ("posttrain chat prod", 'posttrain chat --compare prod sort/sft "sort 3 1 2"'),
     "lineage": ("posttrain lineage prod", "posttrain lineage dataset:train --downstream"),
     "verify": ("posttrain verify", "posttrain verify prod"),
     "track": ("posttrain track sort-1f2e3d4c --tracker csv", "posttrain track prod"),
