@@ -26,6 +26,59 @@
     if (at) one.textContent = words((Date.now() - at) / 1000);
   }), 20000);
 
+  // --- chat --------------------------------------------------------------------------------------------------------
+  // Each column asks for itself; an answer grows as its lines arrive.
+  const chat = document.querySelector("form[data-chat]");
+  const added = (column, kind, text) => {
+    const one = document.createElement("p");
+    one.className = kind;
+    one.textContent = text;
+    column.querySelector("[data-messages]").append(one);
+    one.scrollIntoView({ block: "nearest" });
+    return one;
+  };
+  const asked = async (column, message) => {
+    const history = chat.elements[`history${column.dataset.talk}`];
+    const fields = new URLSearchParams({ form_token: chat.elements.form_token.value, history0: history.value, message });
+    added(column, "mine", message);
+    const shown = added(column, "theirs", "");
+    const url = `${base}/channels/${encodeURIComponent(column.dataset.channel)}/chat`;
+    const headers = { accept: "application/x-ndjson", "content-type": "application/x-www-form-urlencoded" };
+    const answer = await fetch(url, { method: "POST", body: fields, headers, credentials: "same-origin" });
+    if (!answer.ok || !answer.body) throw new Error(`the server answered with status ${answer.status}`);
+    const reader = answer.body.getReader(), decoder = new TextDecoder();
+    let rest = "";
+    for (;;) {
+      const { done, value } = await reader.read();
+      if (done) break;
+      const lines = (rest + decoder.decode(value, { stream: true })).split("\n");
+      rest = lines.pop();
+      for (const line of lines) {
+        const said = JSON.parse(line);
+        if (said.error) throw new Error(said.error);
+        if (said.text) shown.textContent += said.text;
+        if (said.digest) column.querySelector("[data-digest]").textContent = said.digest.replace("sha256:", "").slice(0, 12);
+      }
+    }
+    const both = [{ role: "user", content: message }, { role: "assistant", content: shown.textContent }];
+    history.value = JSON.stringify([...JSON.parse(history.value), ...both]);
+  };
+  if (chat) chat.addEventListener("submit", async (event) => {
+    event.preventDefault();
+    const field = chat.elements.message, message = field.value.trim(), button = chat.querySelector("button");
+    const wrong = chat.querySelector("[role=alert]");
+    if (!message || button.disabled) return;
+    button.disabled = true;
+    wrong.hidden = true;
+    field.value = "";
+    const columns = [...document.querySelectorAll("[data-talk]")];
+    const ended = await Promise.allSettled(columns.map((column) => asked(column, message)));
+    const failed = ended.find((one) => one.status === "rejected");
+    if (failed) { wrong.textContent = failed.reason.message; wrong.hidden = false; }
+    button.disabled = false;
+    field.focus();
+  });
+
   // --- follow ------------------------------------------------------------------------------------------------------
   const parsed = async (url) => {
     const answer = await fetch(url, { credentials: "same-origin", redirect: "manual", cache: "no-store" });
