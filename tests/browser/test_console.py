@@ -12,10 +12,12 @@ from urllib.parse import quote
 import pytest
 from console_bench import ATTACK, CHANNEL, ConsoleWorld, console_world
 from server_bench import KEY
+from stub_model import KEY as MODEL_KEY, stub_model
 from test_pages import FAINT, LEAST_CONTRAST, SCHEMES, SHOTS, WIDE
 
 from posttrain.domain.ids import Role
 from posttrain.domain.records import RunRecord, StageRecord
+from posttrain.workspace.served import Served, announce_model
 
 pytestmark = pytest.mark.browser
 WIDTHS = (390, 1280)
@@ -23,6 +25,7 @@ HIDE = """() => { Object.defineProperty(document, 'hidden', {value: true});
   document.dispatchEvent(new Event('visibilitychange')); }"""
 SHARES = """() => [...document.querySelectorAll('.row .why')].map(
   e => e.getBoundingClientRect().width / e.parentElement.getBoundingClientRect().width)"""
+ANSWERED = "() => [...document.querySelectorAll('.theirs')].every(e => e.textContent.includes(' / '))"
 STARTED = "() => [window.__pwned, document.title.startsWith('pwned')]"
 
 
@@ -78,6 +81,7 @@ def places(world: ConsoleWorld) -> dict[str, str]:
         "channel-hostile": f"/channels/{quote(CHANNEL, safe='')}",
         "channel-guarded": "/channels/guarded",
         "rollback": "/channels/prod/rollback",
+        "chat": f"/channels/{quote(CHANNEL, safe='')}/chat?other=prod",
         "search": f"/runs?q={evil}",
         "error": f"/runs/{evil}",
         "table": f"/runs-table?where={evil}",
@@ -99,7 +103,7 @@ NAMES = [
         "channel",
         "channel-hostile",
     ),
-    *("channel-guarded", "rollback", "search", "error", "table", "approvals", "audit"),
+    *("channel-guarded", "rollback", "chat", "search", "error", "table", "approvals", "audit"),
 ]
 
 
@@ -295,3 +299,29 @@ def test_it_works_without_a_script(chromium: Any, world: ConsoleWorld, token: st
     page.check(f"input[value='{world.run}']")
     page.click("button.main")
     page.close()
+
+
+def test_two_models_are_talked_to_side_by_side_as_they_answer(page: Any, world: ConsoleWorld) -> None:
+    root = world.bench.workspace.root
+    with stub_model() as model:
+        conceal = [announce_model(root, "default", name, Served(model.url, MODEL_KEY)) for name in ("prod", CHANNEL)]
+        page.set_viewport_size({"width": 1280, "height": 844})
+        page.goto(f"{world.bench.url}/projects/default/channels/prod")
+        page.click("text=Talk to it")
+        page.select_option("#other", CHANNEL)
+        page.click("text=Begin anew")
+        for place, message in enumerate(("sort 3 1 2", ATTACK), start=1):
+            page.fill("#message", message)
+            page.click("button:has-text('Send')")
+            page.wait_for_function(f"() => document.querySelectorAll('.theirs').length === {2 * place}")
+            page.wait_for_function(ANSWERED)
+        assert page.locator(".talk").first.locator(".theirs").all_inner_texts()[0] == "sort 3 1 2 / sort 3 1 2"
+        assert len(model.asked[-1]["messages"]) == 3
+        assert page.evaluate(STARTED) == [None, False]
+        page.screenshot(path=SHOTS / "console-talk.png", full_page=True)
+        for one in conceal:
+            one()
+        page.fill("#message", "anyone there?")
+        page.click("button:has-text('Send')")
+        page.wait_for_selector("[role=alert]:not([hidden])")
+    page.troubles.clear()

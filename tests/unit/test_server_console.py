@@ -60,6 +60,7 @@ def pages(world: ConsoleWorld) -> list[str]:
         *(f"{HOME}/runs-table", f"{HOME}/runs-table?sort={quote(ATTACK)}&where={quote(ATTACK)}", f"{HOME}/approvals"),
         *(f"{HOME}/audit", f"{HOME}/audit?of=prod", f"{HOME}/audit?of={world.run}"),
         *(f"{HOME}/channels/prod/rollback", f"{HOME}/channels/prod/rollback?to=1", "/login"),
+        *(f"{HOME}/channels/prod/chat", f"{HOME}/channels/{evil}/chat?other=prod"),
     ]
 
 
