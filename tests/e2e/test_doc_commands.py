@@ -16,6 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from documents import ROOT, Command, commands, fences
 from tiny_run import MODEL, RUN, SHORT, training_row
@@ -184,6 +186,10 @@ def write_files(bench: Workbench) -> None:
     run = {**RUN, "model": "model:base", "rewards": {"exact": "reward:exact"}, "stages": stages}
     run["gates"] = [{"name": "room", "metric": "heldout/response_tokens", "at_most": 23.9}]
     bench.write("run.yaml", run)
+    bench.write("gates.yaml", {"gates": [{"name": "accuracy", "metric": "heldout/accuracy", "at_least": 0.9}]})
+    rates = {"metric": ["heldout/accuracy"] * 200, "item_id": [f"i{item}" for item in range(200)], "value": [1.0] * 200}
+    ends = {"binary": [True] * 200, "low": [0.0] * 200, "high": [1.0] * 200}
+    pq.write_table(pa.table({**rates, **ends}), bench.folder / "results.parquet")
 
 
 def filled_in(words: list[str], runs: list[str], sample: str) -> list[str]:

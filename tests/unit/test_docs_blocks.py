@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "e2e"))
 from documents import ROOT, fences
 from pages import Block, blocks
 
+from posttrain.app.gates import GateFile
 from posttrain.cli.main import app
 from posttrain.data.assets import inspect_reward
 from posttrain.domain.flavours import Cluster
@@ -104,6 +105,14 @@ def check(part: dict[str, Any], world: World) -> None:
         return
     if set(part) <= set(ChannelPolicy.model_fields) and "suites" in part:
         world.ok("channel", "set-policy", "prod", world.write("policy.yaml", yaml.safe_dump(part)))
+        return
+    if set(part) <= set(GateFile.model_fields) and "ranges" in part:
+        GateFile.model_validate(part)
+        return
+    if "jobs" in part:  # a workflow of GitHub
+        steps = [shlex.split(step.get("run", "")) for job in part["jobs"].values() for step in job["steps"]]
+        for words in (words for words in steps if words[:1] == ["posttrain"]):
+            parse(words)
         return
     assert set(part) <= set(RunSpec.model_fields), "it is no part of a run file"
     run = merged(part)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_world import BAD_REWARD, World, make_world
+from cli_world import BAD_REWARD, World, make_world, metrics_table
 from golden_files import FOLDER, Mask, check, in_order, laid_out, once_each
 from test_channel_policies import policy_file
 from test_cli_trace import say
@@ -31,6 +31,7 @@ from posttrain.store.attempts import AttemptFolder
 SOURCE = Path(posttrain.__file__).parent
 TOKEN = "user:cy"  # who is issued one
 GATE = {"name": "floor", "metric": "heldout/accuracy", "at_least": 0.5}
+COMPARED = {"name": "same", "metric": "heldout/accuracy", "not_worse_than": "base", "margin": 0.05}
 
 
 def test_the_openapi_document() -> None:
@@ -101,6 +102,8 @@ def record(world: World) -> dict[str, str]:
     world.ok("sink", "add", "file", "--jsonl", str(world.root / "told.jsonl"), "--on", "all")
     world.ok("sink", "pause", "file")
     world.ok("asset", "recall", "reward:sort@2", "--reason", "it rewards confidence")
+    world.write("gates.yaml", f"gates: {json.dumps([GATE, COMPARED])}")
+    (world.root / "results.parquet").write_bytes(metrics_table(196))
     return runs
 
 
@@ -121,6 +124,7 @@ READING: Mapping[str, str] = {
     "lineage": "lineage prod",
     "lineage downstream": "lineage dataset:train --downstream",
     "verify": "verify prod",
+    "gate check": "gate check gates.yaml --results results.parquet --against results.parquet",
     "asset ls": "asset ls",
     "asset get": "asset get reward:sort@2",
     "channel policy": "channel policy prod",

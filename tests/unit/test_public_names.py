@@ -62,6 +62,7 @@ COMMANDS = {
     "rollback": ["--from", "--lift-quarantine", "--reason", "--to", "--output", "-o", "channel"],
     "approve": ["--channel", "--reason", "--output", "-o", "RUN|REQUEST"],
     "reject": ["--channel", "--reason", "--output", "-o", "RUN|REQUEST"],
+    "gate check": ["--against", "--output", "--page", "--results", "-o", "GATES.yaml"],
     "channel policy": ["--asked", "--history", "--output", "-o", "channel"],
     "channel set-policy": ["POLICY.yaml", "channel"],
     "channel remove-policy": ["channel"],
@@ -194,7 +195,8 @@ def test_help_lists_the_verbs_in_the_order_of_a_days_work() -> None:
     context = group.make_context("posttrain", [], resilient_parsing=True)
     verbs = "demo examples init plan lock run sweep attach stop retry signal dead"
     verbs += " ls get logs why diff compare trace note sample eval"
-    verbs += " export promote approve reject rollback channel lineage verify"
+    verbs += " export promote approve reject rollback channel gate lineage verify"
+    verbs += " serve-model chat"
     verbs += " serve login logout whoami project member token sink track"
     verbs += " asset import gc backup restore erase doctor executor"
     assert group.list_commands(context) == verbs.split()  # type: ignore[attr-defined]
@@ -218,6 +220,7 @@ def test_every_reading_command_speaks_json() -> None:
         "eval",
         "export",
         "channel policy",
+        "gate check",
         "lineage",
         "verify",
         "trace",

@@ -46,7 +46,9 @@ _UNREAD = 128 + signal.SIGPIPE
 _ROOT = Path(__file__).parents[1]
 _LONGEST = 900  # characters of an error message
 _OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
-_OF_A_MACHINE = {"init", "demo", "examples", "backup", "restore", "doctor", "executor", "serve", "login", "logout"}
+_OF_A_MACHINE = {
+    *("init", "demo", "examples", "backup", "restore", "doctor", "executor", "serve", "login", "logout", "gate"),
+}
 
 
 class Commands(TyperGroup):
@@ -198,6 +200,7 @@ for command in (
 _GROUPS = {
     "import": assets.imports,
     "channel": releases.app,
+    "gate": releases.gate_app,
     "asset": assets.app,
     "sink": sinks.app,
     "executor": workspace.executors,

@@ -2,7 +2,7 @@
 
 `promote` and `rollback` move a channel. `lineage` shows a model's origin, and `verify` checks the origin. `approve` and
 `reject` decide requests that wait for a person. `channel` sets the gates that every release to a channel must pass, and
-protects or freezes the channel.
+protects or freezes the channel. `gate check` judges gates on results of evaluations elsewhere, without a workspace.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from posttrain.cli.console import (
     moment,
     open_control,
     say,
+    show,
+    tinted,
 )
 from posttrain.cli.drive import RunArgument
 from posttrain.domain.approvals import WITHDRAWN, ApprovalStatus
@@ -54,6 +56,9 @@ WhatArgument = Annotated[
 ]
 ChannelOption = Annotated[str | None, typer.Option(help="With a run: overrides the channel of its run file.")]
 ReasonOption = Annotated[str, typer.Option("--reason", metavar="TEXT", help="Reason; recorded in the event log.")]
+gate_app = typer.Typer(
+    help="Judge gates on results of evaluations elsewhere.", no_args_is_help=True, rich_markup_mode=None
+)
 app = typer.Typer(
     help="Set the policy, protection and freeze of a channel.",
     no_args_is_help=True,
@@ -405,3 +410,48 @@ def _set_by(event: Event) -> dict[str, Any]:
 def _history_line(event: Event) -> str:
     found = _set_by(event)
     return f"{moment(event.at)}  {digest(found['digest']) if found['digest'] else 'no policy'}  {event.actor}"
+
+
+@gate_app.command("check")
+def check_gates(
+    gates: Annotated[Path, typer.Argument(metavar="GATES.yaml", help="File with gates, as in run.yaml.")],
+    results: Annotated[
+        list[Path],
+        typer.Option(
+            metavar="PATH",
+            help="Results of the model: metrics.parquet, a results file of lm-eval, a log of Inspect, or a folder of "
+            "these; repeat for several.",
+        ),
+    ],
+    against: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="PATH",
+            help="Results of the model with which gates compare; repeat for several.",
+            show_default=False,
+        ),
+    ] = None,
+    page: Annotated[
+        Path | None, typer.Option(metavar="FILE.html", help="Write a page with the verdicts.", show_default=False)
+    ] = None,
+    output: OutputOption = Output.TEXT,
+) -> None:
+    """Judge gates on results of evaluations elsewhere. The command needs no workspace.
+
+    The command ends with 0 if every gate passes, with 4 if a gate is inconclusive, with 3 if a gate fails, and with 2
+    if a gate cannot be judged on these results.
+    """
+    from posttrain.app.gates import check_gates, write_gate_page
+    from posttrain.cli.screens import verdict_lines
+
+    found = check_gates(gates, results, against or ())
+    if output is Output.JSON:
+        emit_json(found.to_json())
+    else:
+        show(*verdict_lines(found.report.verdicts), *(tinted(line, "dim") for line in found.unjudged))
+    aside(*(f"note: {note}" for note in found.notes))
+    if page is not None:
+        write_gate_page(page, found, gates)
+        aside(f"page: {page}")
+    if found.outcome:
+        raise found.outcome

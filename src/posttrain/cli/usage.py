@@ -8,7 +8,7 @@ from collections.abc import Mapping
 GROUPS: Mapping[str, tuple[str, ...]] = {
     "Run": ("demo", "examples", "init", "plan", "lock", "run", "sweep", "attach", "stop", "retry", "signal", "dead"),
     "Look": ("ls", "get", "logs", "why", "diff", "compare", "trace", "note", "sample", "eval"),
-    "Ship": ("export", "promote", "approve", "reject", "rollback", "channel", "lineage", "verify"),
+    "Ship": ("export", "promote", "approve", "reject", "rollback", "channel", "gate", "lineage", "verify"),
     "Serve": ("serve-model", "chat"),
     "Share": ("serve", "login", "logout", "whoami", "project", "member", "token", "sink", "track"),
     "Keep": ("asset", "import", "gc", "backup", "restore", "erase", "doctor", "executor"),
@@ -72,6 +72,10 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
         "posttrain import wandb-export wandb/run-1",
         "posttrain import wandb-export wandb/run-1 --name sort",
     ),
+    "gate check": (
+        "posttrain gate check gates.yaml --results results.parquet",
+        "posttrain gate check gates.yaml --results new --against old --page gates.html",
+    ),
     "channel policy": ("posttrain channel policy prod", "posttrain channel policy prod --history"),
     "channel set-policy": (
         "posttrain channel set-policy prod policy.yaml",
@@ -131,6 +135,7 @@ CODES: Mapping[str, tuple[int, ...]] = {
     **dict.fromkeys(("demo", "run", "attach", "retry", "eval", "asset create"), _OUTCOME),
     **dict.fromkeys(("promote", "approve", "reject", "rollback", "stop", "signal"), _MOVES),
     **dict.fromkeys(("protect", "unprotect", "freeze", "unfreeze", "set-policy", "remove-policy"), _MOVES),
+    "check": (3, 4),
     "sweep": (6, 9, 130),
     "sample": (8, 12),
     "verify": (8,),

@@ -223,7 +223,7 @@ def judge_stage(stores: Stores, manifest: Manifest, stage: StageRecord) -> None:
         stage,
         state=StageState.SUCCEEDED if passed else StageState.REJECTED,
         reason=Reason.GATE_PASSED if passed else _REASONS[report.outcome],
-        message=_summary(report),
+        message=summary(report),
         next_action="" if passed else f"posttrain why {stage.run_id}",
         outputs={"report": {"digest": digest, "form": "file"}},
         sizes={digest: len(written)},
@@ -255,7 +255,7 @@ def _evaluator(manifest: Manifest, stage: StageManifest) -> dict[str, Any]:
     return {"code": deciding_code(manifest, stage), "params": deciding(stage.params), "suites": suites}
 
 
-def _summary(report: GateReport) -> str:
+def summary(report: GateReport) -> str:
     """Return one line with the number of gates and the values of the first gate."""
     total = len(report.verdicts)
     if report.outcome is Outcome.PASS:

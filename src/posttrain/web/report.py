@@ -16,8 +16,9 @@ from pathlib import Path
 
 from posttrain.control.comparison import Comparison, Difference
 from posttrain.control.scores import Response, Scores
-from posttrain.domain.gates import Verdict
+from posttrain.domain.gates import GateReport, Verdict
 from posttrain.domain.jobs import Sample, Span
+from posttrain.foreign.evaluations import Measured
 from posttrain.telemetry.symptoms import Finding
 from posttrain.telemetry.timeline import (
     CONTROLLER,
@@ -267,6 +268,27 @@ def scale(verdict: Verdict) -> Scale | None:
 
 
 template("run.html")  # loaded now, since the file may change while a driver runs for days
+
+
+@dataclass(frozen=True, slots=True)
+class GatePage:
+    """The contents of a page about gates without a run."""
+
+    report: GateReport
+    files: tuple[tuple[str, str, str, str], ...]  # option, file, format, digest
+    not_judged: tuple[Measured, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def gate_page(path: Path, page: GatePage) -> None:
+    """Write a page about gates.
+
+    Raises:
+        WorkspaceError: `path` cannot be written.
+    """
+    verdicts = page.report.verdicts
+    shown = {"page": page, "verdicts": verdicts, "scales": [scale(verdict) for verdict in verdicts]}
+    write_page(path, fitted(lambda sizes: template("gates.html").render(**shown, sizes=sizes)), "page of gates")
 
 
 @dataclass(frozen=True, slots=True)
