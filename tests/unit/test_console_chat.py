@@ -83,7 +83,11 @@ def test_what_is_wrong_is_one_line(viewer: Browser, model: StubModel, world: Con
     announce_model(world.bench.workspace.root, "default", "prod", Served(model.url, "another key"))
     assert "wrong key" in json.loads(lines()[1])["error"]
     asked = len(model.asked)
-    assert Browser(world.bench).post(PLACE, {"form_token": "0" * 64, "message": "hi"}, **LINES).status in (303, 401, 403)
+    assert Browser(world.bench).post(PLACE, {"form_token": "0" * 64, "message": "hi"}, **LINES).status in (
+        303,
+        401,
+        403,
+    )
     assert len(model.asked) == asked
 
 

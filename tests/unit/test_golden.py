@@ -195,6 +195,7 @@ def test_every_verb_that_prints_json_and_changes_nothing_is_read() -> None:
             "executor doctor",
             "token issue",
             "token rotate",
+            "chat",
         ),
     }
     prints = {

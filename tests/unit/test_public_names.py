@@ -112,6 +112,15 @@ COMMANDS = {
         *("--advertise", "--behind-proxy", "--host", "--log-format", "--log-level", "--no-token"),
         *("--port", "--tls-certificate", "--tls-key"),
     ],
+    "serve-model": [
+        *("--adapter", "--behind-proxy", "--concurrency", "--context", "--device", "--drain", "--dtype", "--host"),
+        *("--keys", "--kv-cache", "--log-format", "--log-level", "--port", "--queue", "--threads"),
+        *("--tls-certificate", "--tls-key", "MODEL"),
+    ],
+    "chat": [
+        *("--compare", "--device", "--dtype", "--max-new-tokens", "--output", "--seed", "--system", "--temperature"),
+        *("--threads", "--url", "-o", "[MESSAGE]...", "[MODEL]"),
+    ],
     "login": ["--project", "URL"],
     "logout": ["--project", "[URL]"],
     "whoami": ["--output", "-o"],
@@ -123,7 +132,7 @@ COMMANDS = {
     "member ls": ["--output", "-o"],
     "member set": ["PRINCIPAL", "ROLE"],
     "member remove": ["PRINCIPAL"],
-    "token issue": ["--days", "--output", "--role", "-o", "PRINCIPAL"],
+    "token issue": ["--channel", "--days", "--output", "--role", "-o", "PRINCIPAL"],
     "token rotate": ["--days", "--output", "-o", "ID"],
     "token revoke": ["ID"],
     "token ls": ["--output", "-o"],
@@ -240,7 +249,7 @@ def test_every_reading_command_speaks_json() -> None:
         "executor doctor",
         "executor ls",
         "whoami",
-        *("project ls", "project images", "member ls", "token ls", "token issue", "token rotate"),
+        *("project ls", "project images", "member ls", "token ls", "token issue", "token rotate", "chat"),
     }
     assert {name for name, words in COMMANDS.items() if "-o" in words} == reading
 

@@ -31,6 +31,10 @@ def serve_model(
     context: Annotated[
         int | None, typer.Option(min=2, help="Maximum tokens of a prompt with its response; default: the model's.")
     ] = None,
+    kv_cache: Annotated[
+        float | None,
+        typer.Option(min=0.001, help="Maximum GiB of keys and values of each model; default: half of the free memory."),
+    ] = None,
     drain: Annotated[int, typer.Option(min=0, help="Seconds for requests in progress after SIGTERM.")] = 60,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
@@ -65,15 +69,9 @@ def serve_model(
     limits = Limits(concurrency, queue, context or Limits().context)
     runtime = {"device": device, "dtype": dtype, "threads": threads}
     bind = Bind(host, port, tls_certificate, tls_key, behind_proxy)
-    how = Serving(
-        bind,
-        limits,
-        runtime,
-        adapters=_adapters(adapter or ()),
-        keys=keys,
-        drain=drain,
-        log=Logging(log_format, log_level),
-    )
+    named, form = _adapters(adapter or ()), Logging(log_format, log_level)
+    cache = None if kv_cache is None else int(kv_cache * 2**30)
+    how = Serving(bind, limits, runtime, cache, adapters=named, keys=keys, drain=drain, log=form)
     with closing(open_here()) as workspace:
         serve_model(workspace, model, how, _say_now)
 
