@@ -117,15 +117,25 @@ def is_of_a_cluster(words: list[str]) -> bool:
     return words[:2] == ["posttrain", "executor"] or (words[:2] == ["posttrain", "init"] and "--mailboxes" in words)
 
 
+def is_of_a_served_model(words: list[str]) -> bool:
+    """What runs until it is ended: tests/e2e/test_served_models.py types it."""
+    return words[:1] == ["posttrain"] and words[1] in ("serve-model", "chat")
+
+
 MATCHED: list[Callable[[list[str]], bool]] = [
     *(is_make, is_install, is_benchmark, is_mutants, is_demo, is_agent, is_of_a_cluster),
+    is_of_a_served_model,
 ]
 
 
 def run_here(command: Command) -> bool:
     """Whether the slow test below types it."""
     words = command.words
-    return words[0] == "posttrain" and words[1] in {*VERBS, "--help"} - {"demo"} and not is_of_a_cluster(words)
+    return (
+        words[0] == "posttrain"
+        and words[1] in {*VERBS, "--help"} - {"demo", "serve-model", "chat"}
+        and not is_of_a_cluster(words)
+    )
 
 
 @pytest.mark.parametrize("page", sorted({command.page for command in COMMANDS}))

@@ -15,7 +15,7 @@ from posttrain.server import metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
-UNIT = DEPLOY / "posttrain.service"
+UNIT, MODEL_UNIT = DEPLOY / "posttrain.service", DEPLOY / "posttrain-model@.service"
 MOST_EXPOSED = 40  # of 100: what systemd-analyze finds left open, for rewards' cells and GPUs need it
 
 
@@ -29,17 +29,18 @@ def installed(tool: str) -> str:
 # --- the unit ---------------------------------------------------------------------------------------------------------
 
 
-def options() -> dict[str, str]:
+def options(unit: Path = UNIT) -> dict[str, str]:
     parser = configparser.ConfigParser(strict=False, interpolation=None)
     parser.optionxform = str  # type: ignore[assignment,method-assign]
-    parser.read(UNIT)
+    parser.read(unit)
     return dict(parser["Service"])
 
 
-def test_systemd_reads_the_unit_and_finds_it_closed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("unit", [UNIT, MODEL_UNIT], ids=["server", "model"])
+def test_systemd_reads_the_unit_and_finds_it_closed(unit: Path, tmp_path: Path) -> None:
     tool = installed("systemd-analyze")
-    there = tmp_path / UNIT.name
-    there.write_text(UNIT.read_text().replace("/opt/posttrain/bin/posttrain", "/bin/true"))  # it wants a file there
+    there = tmp_path / unit.name.replace("@", "@prod")
+    there.write_text(unit.read_text().replace("/opt/posttrain/bin/posttrain", "/bin/true"))  # it wants a file there
     read = subprocess.run([tool, "verify", "--man=no", str(there)], capture_output=True, text=True, check=False)
     assert (read.returncode, read.stdout + read.stderr) == (0, "")
     asked = [tool, "security", "--offline=true", f"--threshold={MOST_EXPOSED}", "--no-pager", str(there)]
@@ -72,6 +73,14 @@ def test_the_service_is_told_ready_and_shows_no_token() -> None:
         assert said[name] == "yes", name
     assert said["ProtectSystem"] == "strict"
     assert said["CapabilityBoundingSet"] == ""
+
+
+def test_the_service_of_a_model_asks_for_keys_drains_and_is_started_again() -> None:
+    said = options(MODEL_UNIT)
+    words = said["ExecStart"].split()
+    assert {"--keys", "--behind-proxy"} <= {*words}
+    assert int(words[words.index("--drain") + 1]) < int(said["TimeoutStopSec"])
+    assert (said["Type"], said["KillMode"], said["Restart"]) == ("notify", "mixed", "always")
 
 
 # --- the container ----------------------------------------------------------------------------------------------------

@@ -325,6 +325,8 @@ def configured(app: Starlette, bind: Bind, room: Room | None = None, drain: int 
 class HttpServer(uvicorn.Server):
     """The uvicorn server. It notifies systemd, and ends open streams, which would otherwise keep it from ending."""
 
+    announces = True  # whether it is ready as soon as it listens
+
     def __init__(self, config: uvicorn.Config, systemd: Systemd) -> None:
         super().__init__(config)
         self._systemd = systemd
@@ -340,7 +342,8 @@ class HttpServer(uvicorn.Server):
         # collections of young objects.
         gc.freeze()
         gc.set_threshold(5_000, 10, 100)
-        self._systemd.ready()
+        if self.announces:
+            self._systemd.ready()
 
     async def on_tick(self, counter: int) -> bool:
         """See `uvicorn.Server.on_tick`. The event loop calls this ten times a second."""

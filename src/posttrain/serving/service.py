@@ -128,6 +128,7 @@ class _Service:
         try:
             if loading.done():
                 await loading
+                systemd.ready()
                 self._tell(url)
                 if self._channel is not None:
                     place = self._workspace.root, self._workspace.ledger.project, self._channel
@@ -222,6 +223,7 @@ class _Drained(HttpServer):
     """Refuses new requests after a signal, and answers those in progress."""
 
     door: Door
+    announces = False  # it is ready when the model is loaded
 
     def handle_exit(self, sig: int, frame: object) -> None:
         """See `uvicorn.Server.handle_exit`."""
