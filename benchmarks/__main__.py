@@ -37,6 +37,7 @@ SUITES = (  # benchmark and options
     "staging",
     "starting",
     "serving",
+    "answering",
 )
 
 ON_RUNS = ("ledger", "serving")  # these share a workspace of real runs, which takes minutes to create

@@ -39,6 +39,7 @@ SUITES = {
     "demo",
     "training",
     "adapters",
+    "answering",
     "dispatch",
     "controller",
     "overlap",
