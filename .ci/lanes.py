@@ -98,7 +98,8 @@ SLOW = (
         "slow-server", 6, _source("access", "api", "client", "events", "server", "telemetry", "trackers", "workspace"),
         files=(
             *_tests("contract", "tracker_kills", "tracker_trouble"),
-            *_tests("e2e", "operated", "served", "served_s3", "served_store", "trackers", "trl_journey"),
+            *_tests("e2e", "operated", "served", "served_families", "served_models", "served_ordeal",
+                    "served_s3", "served_store", "trackers", "trl_journey"),
             *_tests("unit", "access", "app_background", "cli_sinks", "foreign_objects", "interface", "remote_verbs",
                     "server", "server_children", "server_console", "server_logs", "server_s3", "symptoms",
                     "telemetry_timeline", "server_operations", "versions"),

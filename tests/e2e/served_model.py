@@ -73,9 +73,11 @@ class ServedModel:
 
 
 @contextmanager
-def serving(bench: Workbench, *words: str, env: Mapping[str, str] | None = None) -> Iterator[ServedModel]:
+def serving(
+    bench: Workbench, *words: str, port: str = "0", env: Mapping[str, str] | None = None
+) -> Iterator[ServedModel]:
     """A served model until the end of the block."""
-    served = ServedModel(bench, *words, "--port", "0", "--log-format", "json", env=env)
+    served = ServedModel(bench, *words, "--port", port, "--log-format", "json", env=env)
     try:
         yield served
     finally:

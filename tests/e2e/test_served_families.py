@@ -1,0 +1,60 @@
+"""Every natively decoded family, and one that is not, behind a served model: tokens, texts and log-probabilities."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from served_model import serving
+from transformers import AutoModelForCausalLM
+from workbench import Workbench
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "contract"))  # the tiny models of the families
+import families
+
+pytestmark = pytest.mark.slow
+PROMPTS = [[5, 9, 30, 31], [1, 7], [20, 21, 22, 23, 24, 25, 26, 27], [40]]
+
+
+@pytest.mark.parametrize("family", [*families.NATIVE, "gpt2"])
+def test_a_served_family_is_the_one_of_transformers(family: str, tmp_path: Path) -> None:
+    bench, tokenizer = Workbench(tmp_path / "bench"), families.tokenizer()
+    bench.folder.mkdir()
+    module = families.build(family)
+    module.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    bench.run("init")
+    bench.run("asset", "add", "model:family", str(tmp_path / "model"))
+    exact = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float64)
+    with serving(bench, "model:family") as served:
+        asked: dict[str, Any] = {"temperature": 0, "max_tokens": 40, "return_token_ids": True}
+        found = served.complete(PROMPTS, logprobs=2, **asked)
+        for prompt, choice in zip(PROMPTS, found["choices"], strict=True):
+            ids = torch.tensor([prompt])
+            drawn = exact.generate(ids, max_new_tokens=40, do_sample=False)[0, len(prompt) :].tolist()
+            assert choice["token_ids"] == drawn
+            ended = drawn[-1] == families.EOS
+            assert choice["finish_reason"] == ("stop" if ended else "length")
+            assert choice["text"] == tokenizer.decode(drawn, skip_special_tokens=True)
+            scores = exact(torch.tensor([prompt + drawn])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+            wanted = scores.gather(1, torch.tensor(drawn)[:, None])[:, 0].tolist()
+            said = choice["logprobs"]
+            assert np.abs(np.array(said["token_logprobs"]) - wanted).max() < 1e-5
+            assert len({*said["tokens"]}) == len({*drawn}), "different tokens have different names"
+            for top, values in zip(said["top_logprobs"], scores.topk(2).values.tolist(), strict=True):
+                assert np.abs(np.array(sorted(top.values(), reverse=True)[:2]) - values).max() < 1e-5
+        for skip in (True, False):  # characters of several tokens, and special tokens
+            body = {"prompt": PROMPTS, "temperature": 1.5, "seed": 3, "n": 3, "max_tokens": 60, "ignore_eos": True}
+            whole = [one["text"] for one in served.complete(**body, skip_special_tokens=skip)["choices"]]
+            pieces = served.stream("/v1/completions", {**body, "skip_special_tokens": skip})
+            joined = [""] * len(whole)
+            for piece in pieces:
+                joined[piece["choices"][0]["index"]] += piece["choices"][0]["text"]
+            assert joined == whole
+            assert any("�" in text or "é" in text for text in whole), "some characters are of several tokens"
+        assert served.ask("/health")[2]["compared"] is None, "no evaluation recorded anything"
+        assert served.end() == 0
