@@ -114,7 +114,7 @@ COMMANDS = {
     ],
     "serve-model": [
         *("--adapter", "--behind-proxy", "--concurrency", "--context", "--device", "--drain", "--dtype", "--host"),
-        *("--keys", "--kv-cache", "--log-format", "--log-level", "--port", "--queue", "--threads"),
+        *("--keys", "--kv-cache", "--log-format", "--log-level", "--name", "--port", "--queue", "--threads"),
         *("--tls-certificate", "--tls-key", "MODEL"),
     ],
     "chat": [

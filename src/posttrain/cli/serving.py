@@ -21,6 +21,7 @@ def serve_model(
     model: ModelArgument,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any free one.")] = 8470,
+    name: Annotated[str, typer.Option(help="Name of the model in requests; default: the channel or the ref.")] = "",
     adapter: Annotated[
         list[str] | None,
         typer.Option("--adapter", metavar="NAME=MODEL", help="Further adapter of the model's base; repeatable."),
@@ -71,7 +72,7 @@ def serve_model(
     bind = Bind(host, port, tls_certificate, tls_key, behind_proxy)
     named, form = _adapters(adapter or ()), Logging(log_format, log_level)
     cache = None if kv_cache is None else int(kv_cache * 2**30)
-    how = Serving(bind, limits, runtime, cache, adapters=named, keys=keys, drain=drain, log=form)
+    how = Serving(bind, limits, runtime, cache, name=name, adapters=named, keys=keys, drain=drain, log=form)
     with closing(open_here()) as workspace:
         serve_model(workspace, model, how, _say_now)
 

@@ -57,6 +57,7 @@ class Serving:
     limits: Limits = field(default_factory=Limits)
     runtime: Mapping[str, Any] = field(default_factory=dict)  # device, dtype, threads
     kv_cache: int | None = None  # maximum bytes of keys and values of each engine; None: half of the free memory
+    name: str = ""  # of the model in requests; "": the channel or the ref
     adapters: Mapping[str, str] = field(default_factory=dict)  # name → a model with an adapter of the same base
     keys: bool = False  # whether callers need a key
     drain: int = 60  # seconds for requests in progress after SIGTERM
@@ -113,7 +114,7 @@ class _Service:
         self._own_key = secrets.token_urlsafe(32)  # of commands and of the console, which may read the folder
         channel = ref.name if ref.source is Source.CHANNEL else None
         keys: Keys = _Keys(workspace, channel, self._own_key) if how.keys else NoKeys()
-        self._door = Door(self._channel or first.pinned.name, self._models, how.limits, keys)
+        self._door = Door(how.name or self._channel or first.pinned.name, self._models, how.limits, keys)
 
     async def run(self, listening: Any, room: Room, url: str) -> None:
         """Load the model, and serve until a signal."""
