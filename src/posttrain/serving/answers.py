@@ -1,4 +1,4 @@
-"""Computes what a request asks, with one model: generations, and scorings where log-probabilities are of a text."""
+"""Computes the responses to a request: generations, and scorings if log-probabilities of a whole text are requested."""
 
 from __future__ import annotations
 

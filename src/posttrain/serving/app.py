@@ -81,7 +81,7 @@ class NoKeys:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a server computes at a time."""
+    """The limits of a server."""
 
     concurrency: int = 256  # responses
     queue: int = 1024  # requests that wait for a turn
@@ -175,9 +175,9 @@ class Meters:
 
 @dataclass(slots=True)
 class Door:
-    """Everything that the routes use."""
+    """The state that the routes share."""
 
-    name: str  # what is served, as `/v1/models` names it
+    name: str  # of the model in requests and in `/v1/models`
     models: Models
     limits: Limits
     keys: Keys

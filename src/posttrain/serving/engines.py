@@ -1,8 +1,8 @@
 """The engine processes of a served model, and the switch from one release to the next.
 
-Each model has a process of its own (`jobs.serve_model`), so the memory of a former release is free when its process has
-ended, and a release that cannot be loaded disturbs nothing. A request holds the model with which it began until its
-answer is complete. A switch loads the new model beside the old one; new requests get the new model at once, and the old
+Each model has a separate process (`jobs.serve_model`), so the memory of a former release is free when its process has
+ended, and a release that cannot be loaded has no effect. A request holds the model with which it began until its answer
+is complete. A switch loads the new model beside the old one; new requests get the new model at once, and the old
 one ends after its last request. At most two models are in memory: a third one waits until the first has ended.
 """
 
@@ -300,7 +300,7 @@ class Models:
 
     Args:
         settings: of every engine, see `EngineProcess.start`.
-        check: refuses a model that is not the one that was judged; called before any request gets it.
+        check: raises for a model that differs from the judged one; called before any request gets the model.
     """
 
     def __init__(self, settings: Mapping[str, Any], check: Check) -> None:
@@ -347,7 +347,7 @@ class Models:
         """Serve a release: load it beside the current one, check it, and give it to all later requests.
 
         Raises:
-            PosttrainError: it cannot be loaded, or is not what was judged; the current release stays.
+            PosttrainError: the release cannot be loaded, or differs from the judged model; the current one stays.
         """
         async with self._loading:
             if self._leaving is not None and self._leaving.release.digest == release.digest:

@@ -1,4 +1,4 @@
-"""The server of a model (`posttrain serve-model`): what it serves, the channel that it follows, and its end.
+"""The server of a model (`posttrain serve-model`): its release, the channel that it follows, and its end.
 
 ::
 
@@ -6,10 +6,10 @@
         ├── pipes ──▶ engine of the release that new requests get
         └── pipes ──▶ engine of the release before it, until its last request is answered
 
-A channel is looked at every second. If its live release has changed, by a promotion or a rollback, the new one is
-loaded beside the old one, compared with what its gate recorded, and served; one that cannot be served is reported by
-`/health`, the metrics and the log, and the former release stays. SIGTERM refuses new requests and answers those in
-progress.
+The service reads the channel every second. After a promotion or a rollback, it loads the new release beside the old
+one, compares it with the log-probabilities that its evaluation recorded, and serves it. `/health`, the metrics and the log
+report a release that cannot be served, and the former release stays. After SIGTERM, the server refuses new requests and
+answers those in progress.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from posttrain.store.trees import tree_listing
 from posttrain.workspace.served import Served as Of, announce_model
 
 log = logging.getLogger("posttrain.serving")
-_LOOK = 1.0  # seconds between two looks at the channel
+_LOOK = 1.0  # seconds between two reads of the channel
 _KEY_SECONDS, _MOST_KEYS = 5.0, 10_000  # for which a valid key is not looked up again, and how many are known
 # differences between recorded and served log-probabilities, the largest and on average; True: both in float32
 _APART = {True: (1e-3, 1e-4), False: (0.5, 0.05)}
@@ -155,7 +155,7 @@ class _Service:
             self._say("every user of this machine can call it; --keys asks for bearer keys")
 
     def _release(self, model: NamedModel) -> Release:
-        """Return what is served for a model: itself, and the adapters of its base.
+        """Return the release of a model, with the adapters of its base.
 
         Raises:
             NotFoundError, InputError: there is no such adapter, or its base is another one.
@@ -166,7 +166,7 @@ class _Service:
             if self._base(one) != base or not has_adapter(tree_listing(self._workspace.blobs, one.digest)):
                 raise InputError(
                     f"adapter {name}: {one.word} must be an adapter of the base of {model.word}, got another base or "
-                    "no adapter; serve it as a model of its own"
+                    "no adapter; serve it as a separate model"
                 )
         named = {name: self._of(one) for name, one in adapters.items()}
         return replace(self._of(model), adapters=named)
@@ -246,7 +246,7 @@ class _Keys:
         self._known: dict[str, tuple[float, str]] = {}  # digest of a key → the moment until which it counts, and whose
 
     async def check(self, key: str | None) -> str:
-        """See `Keys.check`. A revoked key counts for at most five seconds more."""
+        """See `Keys.check`. A revoked key is valid for at most five more seconds."""
         if key is None:
             raise AuthenticationError("a key is needed: send Authorization: Bearer KEY")
         if hmac.compare_digest(key.encode(), self._own):

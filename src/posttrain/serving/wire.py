@@ -1,7 +1,7 @@
 """Requests and answers of a served model: OpenAI's completions and chats, and token ids in and out.
 
 A request is checked before it takes a turn. A field that would change the answer and is not implemented is refused;
-fields that only describe the caller are accepted. `Asked` is what all three forms of request ask of the engine.
+fields that only describe the caller are accepted. `Asked` is the common form of all three kinds of request.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Count = Annotated[int, Field(ge=0, le=10**9)]
 
 
 class _Request(BaseModel):
-    """What all forms of request have."""
+    """The fields of all kinds of request."""
 
     model_config = ConfigDict(extra="forbid", strict=False, arbitrary_types_allowed=False)
 
@@ -102,7 +102,7 @@ class TokensRequest(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a request asks of the engine: `n` responses to each prompt."""
+    """A request in the form for the engine: `n` responses to each prompt."""
 
     form: Literal["completion", "chat", "tokens"]
     id: str
@@ -148,7 +148,7 @@ def _parsed(kind: type[M], body: Mapping[str, Any]) -> M:
 
 
 def asked_completion(body: Mapping[str, Any], name: str, seed: int, texts: Texts) -> Asked:
-    """Return what a completion request asks.
+    """Return the common form of a completion request.
 
     Args:
         name: the id of the answer.
@@ -172,7 +172,7 @@ def asked_completion(body: Mapping[str, Any], name: str, seed: int, texts: Texts
 
 
 def asked_chat(body: Mapping[str, Any], name: str, seed: int, texts: Texts) -> Asked:
-    """Return what a chat request asks; see `asked_completion`."""
+    """Return the common form of a chat request; see `asked_completion`."""
     asked = _parsed(ChatRequest, body)
     if asked.top_logprobs is not None and not asked.logprobs:
         raise InputError("top_logprobs: needs logprobs: true, got false; set it")
@@ -187,7 +187,7 @@ def asked_chat(body: Mapping[str, Any], name: str, seed: int, texts: Texts) -> A
 
 
 def asked_tokens(body: Mapping[str, Any], name: str, seed: int, texts: Texts) -> Asked:
-    """Return what a request for tokens asks; see `asked_completion`."""
+    """Return the common form of a request for tokens; see `asked_completion`."""
     asked = _parsed(TokensRequest, body)
     params = asked.sampling_params
     return Asked(

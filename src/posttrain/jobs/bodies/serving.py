@@ -42,7 +42,7 @@ END = ""  # the line after the last one
 
 
 def serve(asked: tuple[Mapping[str, Any], IO[str]]) -> Iterator[Mapping[str, Any]]:
-    """Open a model, yield what it is, and then the answers to the orders."""
+    """Open a model; yield its facts, and then the answers to the orders."""
     request, lines = asked
     runtime, folder = InferenceRuntimeConfig.model_validate(request["runtime"]), Path(request["folder"])
     device, tokenizer = settled_device(runtime), load_tokenizer(folder)
@@ -71,13 +71,13 @@ def _keep(model: LanguageModel, rollout: RolloutEngine, folder: Path, adapters: 
     """Serve adapters of the model's base, each under its name.
 
     Raises:
-        InputError: the model is not decoded natively, or an adapter has another form than the first one.
+        InputError: the model is not decoded natively, or the form of an adapter differs from that of the first one.
     """
     own, module = attached(model.module), model.module
     assert own is not None
     if not isinstance(rollout, NativeRollout):
         reason = next(iter(decoding_fallbacks(model).values()), rollout.name)
-        raise InputError(f"adapters by name need the native decoder, got {reason}; serve each as a model of its own")
+        raise InputError(f"adapters by name need the native decoder, got {reason}; serve each as a separate model")
     for name, place in adapters.items():
         read_adapter(place).refuse_other(own, name)
         fill(module, place)
