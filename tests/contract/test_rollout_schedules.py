@@ -336,6 +336,81 @@ def play_versions(case: Case, family: str) -> int:
     return flying
 
 
+def play_policies(case: Case, family: str) -> None:
+    """Serve two kept adapters beside the module's, and hold every answer and every score against each alone."""
+    model = adopt_module(families.build(family))
+    engine = engine_of(
+        model, kv_cache=int(case.lines * 128 * position_bytes(model)), read_every=case.read_every,
+        texts=StopStrings(families.tokenizer()),
+    )  # fmt: skip
+    for number, name in enumerate(("one", "two"), start=1):
+        put_version(model, number)
+        engine.keep(name)
+    put_version(model, 0)
+    names, found = ["", "one", "two"], dict[str, Trajectory]()
+    work = [replace(one, policy=names[at % 3], session="") for at, one in enumerate(case.work)]
+    size = -(-len(work) // case.parts)
+    before = {name: one.clone() for name, one in model.module.named_parameters()}
+    for first in range(0, len(work), size):
+        engine.submit(work[first : first + size])
+        found |= {completion.id: completion.trajectory for completion in engine.completed(0)}
+        for number, name in enumerate(names):
+            scored = [one.logprobs.tolist()[1:] for one in engine.score([(5, 4, 3, 8)], 1, name)]
+            assert scored == [score_at(family, number)]
+        with pytest.raises(InputError, match="tokens in 0"):
+            engine.score([(10**6,)], 1, "one")
+        assert all(torch.equal(one, before[name]) for name, one in model.module.named_parameters())
+    found |= drain(engine, len(work) - len(found))
+    for asked in work:
+        own = replace(asked, policy="")
+        assert_same(found[asked.id], _alone_at(family, own, names.index(asked.policy), chosen[0]))
+        assert found[asked.id].versions == ((asked.policy,) if asked.policy else ())
+
+
+@cache
+def score_at(family: str, number: int) -> list[float]:
+    model = adopt_module(families.build(family))
+    put_version(model, number)
+    found: list[float] = engine_of(model).score([(5, 4, 3, 8)])[0].logprobs.tolist()[1:]
+    return found
+
+
+@pytest.mark.slow
+@settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(case=cases())
+def test_many_kept_adapters_change_no_bit_of_each_other(case: Case) -> None:
+    play_policies(case, "qwen2-lora16+head")
+
+
+def test_kept_adapters_change_no_bit_of_each_other() -> None:
+    work = requests([[3, 4, 5], [7, 8, 9, 10, 11]], 6, limit=30)
+    play_policies(Case(tuple(work), 24, 1, 40.0, 3, frozenset()), "qwen3-lora1")
+
+
+def test_kept_adapters_are_fixed_and_are_of_a_model_with_an_adapter() -> None:
+    with pytest.raises(InputError, match="has no adapter"):
+        engine_of(model_of("qwen3")).keep("one")
+    engine = engine_of(adopt_module(families.build("qwen3-lora1")), kv_cache=LARGE)
+    engine.keep("one")
+    with pytest.raises(InputError, match="taken"):
+        engine.keep("one")
+    asked = replace(requests([[3, 4, 5]], 1, limit=5)[0], policy="one")
+    with pytest.raises(InputError, match="no session"):
+        engine.submit([replace(asked, session="talk")])
+    with pytest.raises(InputError, match="serves the policy in training and one, got two"):
+        engine.submit([replace(asked, policy="two")])
+    with pytest.raises(InputError, match="got two"):
+        engine.score([(3, 4)], 0, "two")
+    engine.submit([asked])
+    with pytest.raises(InputError, match="without work"):
+        engine.keep("two")
+    engine.pause()
+    with pytest.raises(InputError, match="cannot be updated"):
+        engine.update("", "1")
+    engine.resume()
+    drain(engine, 1)
+
+
 def lows(engine: NativeRollout) -> list[LowRank]:
     return [one.low for layer in engine._weights.layers for one in (layer.qkv, layer.down) if one.low is not None]
 

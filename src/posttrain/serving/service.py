@@ -7,9 +7,9 @@
         └── pipes ──▶ engine of the release before it, until its last request is answered
 
 The service reads the channel every second. After a promotion or a rollback, it loads the new release beside the old
-one, compares it with the log-probabilities that its evaluation recorded, and serves it. `/health`, the metrics and the log
-report a release that cannot be served, and the former release stays. After SIGTERM, the server refuses new requests and
-answers those in progress.
+one, compares it with the log-probabilities that its evaluation recorded, and serves it. `/health`, the metrics and the
+log report a release that cannot be served, and the former release stays. After SIGTERM, the server refuses new requests
+and answers those in progress.
 """
 
 from __future__ import annotations

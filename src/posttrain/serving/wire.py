@@ -31,7 +31,7 @@ Count = Annotated[int, Field(ge=0, le=10**9)]
 class _Request(BaseModel):
     """The fields of all kinds of request."""
 
-    model_config = ConfigDict(extra="forbid", strict=False, arbitrary_types_allowed=False)
+    model_config = ConfigDict(extra="forbid", strict=True)
 
     model: str = ""  # the served model, or an adapter of it; "": the served model
     temperature: Annotated[float, Field(ge=0, le=1000, allow_inf_nan=False)] = 1.0  # 0: the most likely tokens
@@ -91,7 +91,7 @@ class SamplingRequest(_Request):
 class TokensRequest(BaseModel):
     """The body of `POST /inference/v1/generate`: token ids in and out."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", strict=True)
 
     model: str = ""
     token_ids: Annotated[list[Token], Field(min_length=1)]

@@ -116,7 +116,7 @@ class Serving:
                 failed += self._take(line)
             found: dict[str, Any] = {"failed": failed}
             try:
-                found["scored"] = self._score()
+                found["scored"] = self._score(failed)
                 done = self._rollout.completed(0.0) if self._unanswered else []
                 found["deltas"] = self._deltas() if self._streams else []
                 found["done"] = [self._done(one) for one in done]
@@ -144,8 +144,8 @@ class Serving:
         self._streams |= dict.fromkeys(ids, 0) if order.get("stream") else {}
         return []
 
-    def _score(self) -> list[Sequence[Any]]:
-        """Score one pack of the waiting texts; return their answers."""
+    def _score(self, failed: list[tuple[str, str, bool]]) -> list[Sequence[Any]]:
+        """Score one pack of the waiting texts; return their answers, and add what cannot be scored to `failed`."""
         if not self._texts:
             return []
         first, tokens, pack = self._texts[0], 0, list[Mapping[str, Any]]()
@@ -155,8 +155,15 @@ class Serving:
             if not alike or (pack and tokens > _PACK):
                 break
             pack.append(text)
-        found = self._rollout.score([text["tokens"] for text in pack], first["top"], first["policy"])
         del self._texts[: len(pack)]
+        try:
+            found = self._rollout.score([text["tokens"] for text in pack], first["top"], first["policy"])
+        except InputError as error:
+            failed += [(text["id"], str(error), True) for text in pack]
+            return []
+        except PosttrainError:
+            self._texts = [*pack, *self._texts]  # so that they fail with the others
+            raise
         return [(text["id"], *_scores(scores)) for text, scores in zip(pack, found, strict=True)]
 
     def _deltas(self) -> list[Sequence[Any]]:

@@ -1,0 +1,370 @@
+"""A served model without an engine: turns, texts that grow, the switch of releases, and the orders of an engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import queue
+import sys
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from posttrain.domain.errors import BusyError, InputError, IntegrityError, JobFailedError
+from posttrain.engine.rollout.backends.scripted import ScriptedRollout
+from posttrain.jobs.bodies.serving import END, Serving
+from posttrain.serving import engines
+from posttrain.serving.app import Limits, Turns
+from posttrain.serving.engines import EngineLostError, EngineProcess, Models, Release, Served
+from posttrain.serving.texts import Growing, Texts
+from posttrain.serving.wire import asked_completion
+
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[1] / "contract")
+)  # a tokenizer whose characters take several tokens
+import families
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Texts:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    families.tokenizer().save_pretrained(folder)
+    return Texts(folder)
+
+
+# --- texts ------------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    tokens=st.lists(st.integers(0, families.VOCABULARY - 1), min_size=1, max_size=30),
+    cuts=st.lists(st.integers(0, 30), max_size=6),
+    stop=st.lists(st.sampled_from(["the", "answer", ">", "é", "€", "</s>", "</", "a a", "\n", "<s>the"]), max_size=3),
+    skip=st.booleans(),
+)
+def test_a_text_in_pieces_is_the_text(
+    texts: Texts, tokens: list[int], cuts: list[int], stop: list[str], skip: bool
+) -> None:
+    """Every piece is the beginning of the rest, also where a stop string cuts it off."""
+    by = "truncated"
+    for count in range(1, len(tokens) + 1):  # as the engine finds a stop string
+        if any(one in texts.decode(tokens[:count]) for one in stop):
+            tokens, by = tokens[:count], "string"
+            break
+    growing, said, begin = Growing(texts, stop, skip_special=skip), "", 0
+    for cut in sorted({cut for cut in cuts if cut < len(tokens)}):
+        said += growing.add(tokens[begin:cut])
+        begin = cut
+    said += growing.end(tokens[begin:], by)
+    whole = Growing(texts, stop, skip_special=skip).end(tokens, by)
+    assert said == whole
+    if by == "truncated":
+        assert whole == texts.decode(tokens, skip_special=skip)
+    elif not skip:
+        assert texts.decode(tokens).startswith(whole)
+        assert not any(one in whole for one in stop)
+
+
+def test_tokens_of_one_text_have_names_of_their_own(texts: Texts) -> None:
+    names = [texts.name(token) for token in range(families.VOCABULARY)]
+    assert len({*names}) == len(names)
+    assert {name for name in names if name.startswith("token_id:")}, "bytes of characters"
+    ids = texts.encode("the answer", special=False)
+    assert texts.lengths(ids)[0] == 0
+
+
+# --- turns ------------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 6), min_size=1, max_size=12),
+    leaves=st.sets(st.integers(0, 11)),
+    most=st.integers(1, 5),
+)
+def test_turns_are_in_order_and_never_too_many(sizes: list[int], leaves: set[int], most: int) -> None:
+    async def play() -> None:
+        turns, begun, open_now = Turns(Limits(most, 100)), list[int](), 0
+
+        async def client(place: int, size: int) -> None:
+            nonlocal open_now
+            async with turns.taken(size):
+                begun.append(place)
+                open_now += size
+                assert open_now == turns.running
+                assert open_now <= most or open_now == size, "a larger one is alone"
+                await asyncio.sleep(0)
+                await asyncio.sleep(0)
+                open_now -= size
+
+        tasks = [asyncio.create_task(client(place, size)) for place, size in enumerate(sizes)]
+        await asyncio.sleep(0)
+        for place in leaves:
+            if place < len(tasks):
+                tasks[place].cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert (turns.running, turns.waiting) == (0, 0)
+        assert begun == sorted(begun)
+
+    asyncio.run(play())
+
+
+def test_a_request_behind_a_full_queue_is_refused() -> None:
+    async def play() -> None:
+        turns = Turns(Limits(1, 1))
+        async with turns.taken(1):
+            waiting = asyncio.create_task(turns.taken(1).__aenter__())
+            await asyncio.sleep(0)
+            with pytest.raises(BusyError, match="queue of 1"):
+                await turns.taken(1).__aenter__()
+        await waiting
+        assert turns.running == 1
+
+    asyncio.run(play())
+
+
+# --- releases ---------------------------------------------------------------------------------------------------------
+
+
+class FakeProcess:
+    """An engine process that does nothing until it ends."""
+
+    alive: int = 0
+    most: int = 0
+
+    def __init__(self, folder: str) -> None:
+        self.folder, self.over = folder, asyncio.Event()
+        FakeProcess.alive += 1
+        FakeProcess.most = max(FakeProcess.most, FakeProcess.alive)
+
+    @property
+    def running(self) -> bool:
+        return not self.over.is_set()
+
+    async def ended(self) -> None:
+        await self.over.wait()
+
+    async def close(self) -> None:
+        self._end()
+
+    async def kill(self) -> None:
+        self._end()
+
+    def _end(self) -> None:
+        if self.running:
+            FakeProcess.alive -= 1
+            self.over.set()
+
+
+@pytest.fixture
+def models(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[..., Models]]:
+    """Makes models whose processes are fakes; afterwards none is left."""
+    families.tokenizer().save_pretrained(tmp_path)
+
+    async def start(settings: dict[str, Any]) -> FakeProcess:
+        await asyncio.sleep(0)
+        if settings["broken"]:
+            raise JobFailedError("broken weights")
+        return FakeProcess(settings["folder"])
+
+    monkeypatch.setattr(EngineProcess, "start", start)
+    monkeypatch.setattr(engines, "_AGAIN", (0.0,))
+    FakeProcess.alive = FakeProcess.most = 0
+    settings = {"broken": False}
+    yield lambda check=None: (Models(settings, check or _agree), settings)
+    assert FakeProcess.alive == 0
+
+
+async def _agree(served: Served) -> None:
+    pass
+
+
+def release(number: int, folder: Path) -> Release:
+    return Release(f"prod@{number}", f"sha256:{number}", lambda: folder)
+
+
+def played(play: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(play())  # type: ignore[arg-type]
+
+
+async def settled() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0.001)
+
+
+def test_a_request_keeps_the_model_with_which_it_began(models: Any, tmp_path: Path) -> None:
+    async def play() -> None:
+        made, _ = models()
+        with pytest.raises(EngineLostError, match="is being loaded"):
+            await made.lease().__aenter__()
+        await made.use(release(1, tmp_path))
+        async with made.lease() as first:
+            await made.use(release(2, tmp_path))
+            async with made.lease() as second:
+                assert (first.release.name, second.release.name) == ("prod@1", "prod@2")
+                third = asyncio.create_task(made.use(release(3, tmp_path)))
+                await settled()
+                assert not third.done(), "it waits, so that two models are in memory"
+                assert (first.engine.running, FakeProcess.alive) == (True, 2)
+        await third
+        await settled()
+        assert [one.release.name for one in made.loaded] == ["prod@3"]
+        assert (FakeProcess.most, made.switches, made.trouble) == (2, 3, "")
+        await made.close()
+
+    played(play)
+
+
+def test_a_rollback_takes_back_a_model_that_still_answers(models: Any, tmp_path: Path) -> None:
+    async def play() -> None:
+        made, _ = models()
+        await made.use(release(1, tmp_path))
+        async with made.lease() as first:
+            await made.use(release(2, tmp_path))
+            await made.use(release(1, tmp_path))
+            async with made.lease() as now:
+                assert now is first
+        await settled()
+        assert [one.release.name for one in made.loaded] == ["prod@1"]
+        assert first.engine.running
+        await made.close()
+
+    played(play)
+
+
+def test_a_release_that_fails_leaves_the_one_before_it(models: Any, tmp_path: Path) -> None:
+    async def refuse(served: Served) -> None:
+        if served.release.name == "prod@2":
+            raise IntegrityError("other log-probabilities")
+
+    async def play() -> None:
+        made, settings = models(refuse)
+        await made.use(release(1, tmp_path))
+        for _ in range(3):
+            with pytest.raises(IntegrityError, match="other log-probabilities"):
+                await made.use(release(2, tmp_path))
+        settings["broken"] = True
+        with pytest.raises(JobFailedError, match="broken weights"):
+            await made.use(release(3, tmp_path))
+        with pytest.raises(InputError, match="needs a tokenizer"):
+            await made.use(release(4, tmp_path / "empty"))
+        assert FakeProcess.alive == 1
+        async with made.lease() as served:
+            assert served.release.name == "prod@1"
+        await made.close()
+
+    played(play)
+
+
+def test_an_engine_that_ends_is_started_again_and_requests_wait_for_it(models: Any, tmp_path: Path) -> None:
+    async def play() -> None:
+        made, settings = models()
+        await made.use(release(1, tmp_path))
+        before = made.served.engine
+        settings["broken"] = True
+        before._end()
+        await settled()
+        waiting = asyncio.create_task(made.lease().__aenter__())
+        await settled()
+        assert not waiting.done()
+        settings["broken"] = False
+        served = await waiting
+        assert served.engine is not before
+        assert served.engine.running
+        assert made.restarts >= 1
+        served.requests -= 1
+        served.idle.set()
+        await made.close()
+
+    played(play)
+
+
+# --- the engine's orders ----------------------------------------------------------------------------------------------
+
+
+def orders(*given_orders: dict[str, Any], rollout: ScriptedRollout) -> list[dict[str, Any]]:
+    lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+    for one in given_orders:
+        lines.put(json.dumps(one) + "\n")
+    lines.put(END)
+    return [dict(one) for one in Serving(rollout).answers(lines)]
+
+
+def generation(name: str, limit: int = 4, **changes: Any) -> dict[str, Any]:
+    sampling = {"max_new_tokens": limit, "greedy": True}
+    return {"id": name, "tokens": [1, 2], "key": 0, "sampling": sampling, "limit": limit, **changes}
+
+
+def test_an_engine_answers_every_order_once_and_a_bad_one_harms_no_other() -> None:
+    rollout = ScriptedRollout(lambda prompt, sample: range(10, 30), pace=1, context_length=64)
+    found = orders(
+        {"generate": [generation("a"), generation("b", 6)], "stream": True},
+        {"generate": [generation("c", 3)]},
+        {"generate": [generation("a")]},
+        {"generate": [generation("d", 63)]},
+        {"generate": [generation("e", 0)]},
+        {"generate": [generation("f", 40)]},
+        {"abort": ["f", "unknown"]},
+        rollout=rollout,
+    )
+    failed = {name: (wrong, "unique" in message) for one in found for name, message, wrong in one.get("failed", ())}
+    assert failed == {"a": (True, True), "d": (True, False), "e": (True, False)}
+    done = {name: by for one in found for name, _, _, by in one.get("done", ())}
+    assert done == {"a": "truncated", "b": "truncated", "c": "truncated", "f": "aborted"}
+    tokens: dict[str, list[int]] = {}
+    for one in found:
+        for name, some, *_ in (*one.get("deltas", ()), *one.get("done", ())):
+            tokens.setdefault(name, []).extend(some)
+    assert tokens["a"] == [10, 11, 12, 13]
+    assert tokens["b"] == list(range(10, 16))
+    assert {name for one in found for name, *_ in one.get("deltas", ())} == {"a", "b"}
+
+
+def test_an_engine_that_cannot_score_says_so_and_goes_on() -> None:
+    rollout = ScriptedRollout(lambda prompt, sample: range(10, 30), context_length=64)
+    found = orders(
+        {"score": {"id": "s", "tokens": [1, 2], "top": 0, "policy": ""}},
+        {"generate": [generation("a")]},
+        rollout=rollout,
+    )
+    [failed] = [name for one in found for name, message, _ in one.get("failed", ()) if "neither score" in message]
+    assert failed == "s"
+    assert [name for one in found for name, *_ in one.get("done", ())] == ["a"]
+
+
+# --- requests ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"prompt": "x", "seed": 2**70}, "seed"),
+        ({"prompt": "x", "seed": True}, "seed"),
+        ({"prompt": "x", "temperature": "hot"}, "temperature"),
+        ({"prompt": "x", "max_tokens": 1.5}, "max_tokens"),
+        ({"prompt": "x", "n": 0}, "n"),
+        ({"prompt": "x", "stop": [""]}, "stop"),
+        ({"prompt": "x", "stop": 5}, "stop"),
+        ({"prompt": "x", "stream_options": {"other": True}}, "stream_options.other"),
+        ({"prompt": [[1, -2]]}, "prompt"),
+        ({"prompt": [True]}, "prompt"),
+        ({"prompt": {"a": 1}}, "prompt"),
+        ({"prompt": None}, "prompt"),
+        ({"prompt": "x", "logit_bias": {"5": 1}}, "logit_bias"),
+    ],
+)
+def test_a_field_that_is_wrong_is_named(texts: Texts, body: dict[str, Any], words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        asked_completion(body, "id", 0, texts)
+
+
+def test_fields_that_describe_a_caller_and_empty_fields_are_accepted(texts: Texts) -> None:
+    asked = asked_completion(
+        {"prompt": ["the", "a"], "user": "ann", "metadata": {"a": 1}, "stop": None, "best_of": 1, "n": 3},
+        "id", 7, texts,
+    )  # fmt: skip
+    assert (asked.choices, asked.limit, asked.stop, asked.top) == (6, 16, (), None)
+    assert asked.sampling["seed"] != asked_completion({"prompt": "the", "seed": 8}, "id", 7, texts).sampling["seed"]
