@@ -309,7 +309,7 @@ def test_two_models_are_talked_to_side_by_side_as_they_answer(page: Any, world: 
         page.goto(f"{world.bench.url}/projects/default/channels/prod")
         page.click("text=Talk to it")
         page.select_option("#other", CHANNEL)
-        page.click("text=Begin anew")
+        page.click("text=Start a new conversation")
         for place, message in enumerate(("sort 3 1 2", ATTACK), start=1):
             page.fill("#message", message)
             page.click("button:has-text('Send')")

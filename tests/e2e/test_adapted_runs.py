@@ -221,10 +221,10 @@ def test_adapters_of_one_base_are_served_by_name(template: Workbench, tmp_path: 
     words = ("--adapter", "sft=tiny/sft", "--adapter", "grpo=tiny/grpo")
     with serving(bench, "model:tiny", *words) as served:
         known = {one["id"]: one["digest"] for one in served.ask("/v1/models")[2]["data"]}
-        assert known == {"model:tiny@1": alone["base"]["system_fingerprint"],
+        assert known == {"model:tiny": alone["base"]["system_fingerprint"],
                          **{name: alone[name]["system_fingerprint"] for name in ("sft", "grpo")}}  # fmt: skip
         with ThreadPoolExecutor(6) as clients:
-            names = ["sft", "grpo", "model:tiny@1"] * 8
+            names = ["sft", "grpo", "model:tiny"] * 8
             answers = list(clients.map(lambda name: served.complete("Q: 31\nA:", model=name, **whole), names))
     for name, answer in zip(names, answers, strict=True):
         wanted = alone[name if name in alone else "base"]

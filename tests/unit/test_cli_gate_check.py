@@ -590,7 +590,7 @@ def test_missing_files_and_columns_are_refused() -> None:
     Path("empty").mkdir()
     assert "got a folder without" in refused("gates.yaml", "--results", "empty")
     pq.write_table(pa.table({"metric": ["heldout/accuracy"], "value": [1.0]}), "few.parquet")
-    assert "cannot be read" in refused("gates.yaml", "--results", "few.parquet")
+    assert "got no item_id; add it" in refused("gates.yaml", "--results", "few.parquet")
     rows = {
         "metric": ["heldout/accuracy"],
         "item_id": ["a"],

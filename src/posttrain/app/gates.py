@@ -22,7 +22,7 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import Field, PlainValidator
 
-from posttrain.control.verdicts import read_evidence, summary
+from posttrain.control.verdicts import read_evidence
 from posttrain.data.files import read_file
 from posttrain.decision.gates import Baseline, Evidence, judge_all
 from posttrain.domain.canonical import derive_seed, digest_json
@@ -42,6 +42,7 @@ from posttrain.foreign.evaluations import Measured, read_evaluation
 from posttrain.web.report import GatePage, gate_page
 
 PARQUET = "parquet"
+_COLUMNS = ("metric", "item_id", "value", "binary", "low", "high")
 RESULTS, AGAINST = "--results", "--against"
 _SUFFIXES = (".parquet", ".json", ".eval")  # of the files in a folder that are read
 _LISTED = 30  # metrics that an error lists
@@ -107,7 +108,11 @@ class GateCheck:
         if self.report.outcome is Outcome.PASS:
             return None
         error = GateInconclusiveError if self.report.outcome is Outcome.INCONCLUSIVE else GateRejectedError
-        return error(summary(self.report))
+        failed = [one for one in self.report.verdicts if one.outcome is not Outcome.PASS]
+        names = ", ".join(f"{one.gate} {one.outcome}" for one in failed)
+        return error(
+            f"{len(failed)} of {len(self.report.verdicts)} gates did not pass: {names}; see their reasons above"
+        )
 
     @property
     def unjudged(self) -> Iterator[str]:
@@ -253,7 +258,11 @@ def _contents(path: Path) -> tuple[str, Mapping[str, Evidence], Sequence[Measure
 
 def _parquet(path: Path) -> dict[str, Evidence]:
     try:
-        deque(read_file(path, str(path)), maxlen=0)  # rejects a file that unpacks to far more than its size
+        rows = read_file(path, str(path))  # rejects a file that unpacks to far more than its size
+        lacking = [name for name in _COLUMNS if name not in next(iter(rows), {})]
+        if lacking:
+            raise InputError(f"{path}: must have the columns {', '.join(_COLUMNS)}, got no {lacking[0]}; add it")
+        deque(rows, maxlen=0)
         found = read_evidence(path.read_bytes(), str(path))
     except (InputError, IntegrityError) as error:
         raise InputError(_complete(str(error))) from error

@@ -20,15 +20,18 @@ from posttrain.domain.ids import PROJECT_VARIABLE, SERVER_VARIABLE
 if TYPE_CHECKING:
     from posttrain.client.chats import Message, Talker
 
-_KEY = "POSTTRAIN_KEY"
-
 
 def chat(
     model: Annotated[
-        str | None, typer.Argument(metavar="[MODEL]", autocompletion=lazily("models"), help="Channel, run or ref.")
+        str | None,
+        typer.Argument(
+            metavar="[MODEL]",
+            autocompletion=lazily("models"),
+            help="Channel, run or ref; with --url, its name in requests.",
+        ),
     ] = None,
     messages: Annotated[
-        list[str] | None, typer.Argument(metavar="[MESSAGE]...", help="Messages to send; default: ask for them.")
+        list[str] | None, typer.Argument(metavar="[MESSAGE]...", help="Messages; default: ask for them.")
     ] = None,
     compare: Annotated[
         tuple[str, str] | None, typer.Option(metavar="A B", help="Ask two models, and show both answers side by side.")
@@ -48,25 +51,31 @@ def chat(
     The command talks to the server of the channel if one runs on this machine, and otherwise starts one for the
     conversation. The key of a server at another address is read from POSTTRAIN_KEY.
     """
-    words = [model, *(messages or ())] if compare or url else list(messages or ())
-    asked = [str(word) for word in words if word is not None]
-    names = compare or ([model] if model and not url else [])
-    if not (names or url) or (compare and url):
-        raise InputError("chat: name a model, two models with --compare A B, or an address with --url")
-    from posttrain.client.chats import Talker
+    if sum(map(bool, (compare, url, model and not compare and not url))) != 1:
+        raise InputError(
+            "chat: name a model, two models with --compare A B, or an address with --url; got several or none"
+        )
+    words = [*([model] if compare and model else []), *(messages or ())]
+    if any(not word.strip() for word in words):
+        raise InputError("chat: a message must have text, got an empty one; write it, or leave it out")
+    from posttrain.client.chats import KEY, Talker
 
     given = {"temperature": temperature, "max_tokens": max_new_tokens, "seed": seed}
+    turns: list[Turn] = []
     with ExitStack() as stack:
         runtime = ["--device", device, "--dtype", dtype, "--threads", str(threads)]
-        talkers = [_talker(stack, name, runtime) for name in names]
         if url:
-            talkers.append(Talker(url.rstrip("/").removesuffix("/v1"), os.environ.get(_KEY, ""), "served"))
+            talkers = [Talker(url.rstrip("/").removesuffix("/v1"), os.environ.get(KEY, ""), model or "")]
+        else:
+            talkers = [_talker(stack, name, runtime) for name in compare or [str(model)]]
         talks = [Talk(one, system, given) for one in talkers]
-        for text in asked or _typed(output is Output.TEXT):
+        for text in words or _typed(output is Output.TEXT):
             if output is Output.TEXT:
                 _show(talks, text)
             else:
-                emit_json([asdict(talk.ask(text)) for talk in talks])
+                turns += [talk.ask(text) for talk in talks]
+    if output is Output.JSON:
+        emit_json([asdict(one) for one in turns])
 
 
 def _talker(stack: ExitStack, name: str, runtime: list[str]) -> Talker:
@@ -79,9 +88,12 @@ def _talker(stack: ExitStack, name: str, runtime: list[str]) -> Talker:
     if not os.environ.get(SERVER_VARIABLE):
         project = os.environ.get(PROJECT_VARIABLE) or DEFAULT_PROJECT
         if found := model_at(find_workspace(), project, name):
+            aside(f"{name} is served at {found.url}")
             return Talker(found.url, found.key, name)
     aside(f"loading {name}")
-    return stack.enter_context(started(name, runtime))
+    talker = stack.enter_context(started(name, runtime))
+    aside(f"{name} is {talker.release} {digest(talker.digest)}")
+    return talker
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +104,8 @@ class Turn:
     digest: str
     message: str
     answer: str
+    finish_reason: str  # stop, or length if a limit cut it off
+    tokens: int  # of the answer
 
 
 class Talk:
@@ -118,7 +132,8 @@ class Talk:
     def ask(self, message: str) -> Turn:
         """Return the whole answer to a message."""
         answer = "".join(self.pieces(message))
-        return Turn(self._talker.name, self._talker.digest, message, answer)
+        talker = self._talker
+        return Turn(talker.name, talker.digest, message, answer, talker.finish_reason, talker.tokens)
 
 
 def _typed(prompts: bool) -> Iterator[str]:

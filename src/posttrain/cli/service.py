@@ -240,7 +240,7 @@ def token_rotate(
 
 @token_app.command("revoke")
 def token_revoke(token: Annotated[str, typer.Argument(metavar="ID")]) -> None:
-    """Revoke a token. The token becomes invalid immediately."""
+    """Revoke a token. The token becomes invalid immediately; a served model rejects it within five seconds."""
     open_control().revoke_token(token)
     say(f"token {token} is revoked")
 

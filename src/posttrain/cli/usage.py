@@ -50,7 +50,7 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
     "reject": ('posttrain reject sort-1f2e3d4c --reason "too long"', "posttrain reject sort-1f2e3d4c --channel prod"),
     "rollback": ("posttrain rollback prod", 'posttrain rollback prod --to 3 --reason "answers are empty"'),
     "serve-model": ("posttrain serve-model prod", "posttrain serve-model sort/sft --port 8471 --concurrency 64"),
-    "chat": ("posttrain chat prod", 'posttrain chat --compare prod sort/sft "sort 3 1 2"'),
+    "chat": ("posttrain chat prod", 'posttrain chat --compare prod sort/sft "Q: sort 312"'),
     "lineage": ("posttrain lineage prod", "posttrain lineage dataset:train --downstream"),
     "verify": ("posttrain verify", "posttrain verify prod"),
     "track": ("posttrain track sort-1f2e3d4c --tracker csv", "posttrain track prod"),
@@ -121,7 +121,7 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
     "member remove": ("posttrain member remove user:ada", "posttrain member remove service:nightly"),
     "token issue": (
         "posttrain token issue user:ada",
-        "posttrain token issue service:ci --role submitter --days 30",
+        "posttrain token issue service:app --channel prod --days 30",
     ),
     "token rotate": ("posttrain token rotate 1a2b3c4d", "posttrain token rotate 1a2b3c4d --days 30"),
     "token revoke": ("posttrain token revoke 1a2b3c4d", "posttrain token revoke 5e6f7a8b"),
@@ -136,6 +136,8 @@ CODES: Mapping[str, tuple[int, ...]] = {
     **dict.fromkeys(("promote", "approve", "reject", "rollback", "stop", "signal"), _MOVES),
     **dict.fromkeys(("protect", "unprotect", "freeze", "unfreeze", "set-policy", "remove-policy"), _MOVES),
     "check": (3, 4),
+    "serve-model": (6, 130),
+    "chat": (6, 13, 130),
     "sweep": (6, 9, 130),
     "sample": (8, 12),
     "verify": (8,),
@@ -169,7 +171,7 @@ HINTS: Mapping[str, str] = {
     **dict.fromkeys(
         ("delete", "rm", "remove"), "posttrain erase deletes free text; posttrain gc deletes unused artifacts"
     ),
-    **dict.fromkeys(("chat", "generate", "ask", "infer"), "posttrain sample MODEL PROMPT samples responses"),
+    **dict.fromkeys(("generate", "ask", "infer"), "posttrain sample MODEL PROMPT samples responses"),
     **dict.fromkeys(("evaluate", "benchmark", "test"), "posttrain eval MODEL SUITE measures a model"),
     **dict.fromkeys(("dataset", "data", "model", "reward", "upload", "register"), "posttrain asset add KIND:NAME PATH"),
     **dict.fromkeys(("models", "datasets", "rewards", "assets"), "posttrain asset ls lists assets"),

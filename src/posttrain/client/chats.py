@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 from posttrain.domain.errors import AccessError, BusyError, InfrastructureError, InputError, PosttrainError
 
 _SECONDS = 600.0  # within which the next piece of an answer must arrive
+KEY = "POSTTRAIN_KEY"  # the variable with the key of a server at another address
 _ENDS = 20.0  # seconds in which a started server ends
 _SHOWN = 400  # characters of an error
 Message = dict[str, str]
@@ -29,8 +30,11 @@ class Talker:
 
     url: str  # without /v1
     key: str = field(default="", repr=False)
-    name: str = ""
+    name: str = ""  # in requests; "": the only model
+    release: str = ""
     digest: str = ""  # of the model that answered last
+    finish_reason: str = ""  # of the last answer
+    tokens: int = 0  # of the last answer
 
     def answer(self, messages: Sequence[Message], **sampling: Any) -> Iterator[str]:
         """Yield the response to a conversation in pieces.
@@ -45,7 +49,9 @@ class Talker:
             InfrastructureError: the server cannot be reached, or ended while it answered.
         """
         given = {name: value for name, value in sampling.items() if value is not None}
-        body = json.dumps({"messages": list(messages), "stream": True, **given}).encode()
+        given |= {"model": self.name} if self.name else {}
+        asked = {"messages": list(messages), "stream": True, "stream_options": {"include_usage": True}, **given}
+        body = json.dumps(asked).encode()
         connection = self._connection()
         try:
             connection.request("POST", "/v1/chat/completions", body, self._headers())
@@ -53,13 +59,31 @@ class Talker:
             if response.status != http.client.OK:
                 raise _refused(response.status, response.read())
             self.digest = response.getheader("posttrain-model-digest", "")
-            yield from _texts(response)
+            yield from self._texts(response)
         except (OSError, http.client.HTTPException) as error:
             raise InfrastructureError(
                 f"{self.url}: the served model cannot be reached or ended while it answered: {error}; try again"
             ) from error
         finally:
             connection.close()
+
+    def _texts(self, response: http.client.HTTPResponse) -> Iterator[str]:
+        """Yield the texts of a stream's events, until its last event."""
+        for line in response:
+            event = line.strip().removeprefix(b"data: ")
+            if event == b"[DONE]":
+                return
+            if not event:
+                continue
+            found = json.loads(event)
+            if "error" in found:
+                raise _refused(int(found["error"].get("code") or 500), event)
+            self.tokens = (found.get("usage") or {}).get("completion_tokens", self.tokens)
+            for choice in found["choices"]:
+                self.finish_reason = choice.get("finish_reason") or self.finish_reason
+                if text := choice["delta"].get("content"):
+                    yield text
+        raise http.client.IncompleteRead(b"")
 
     def _connection(self) -> http.client.HTTPConnection:
         parts = urlsplit(self.url)
@@ -80,25 +104,13 @@ def _refused(status: int, data: bytes) -> PosttrainError:
         message = str(json.loads(data)["error"]["message"])
     except (ValueError, KeyError, TypeError):
         message = f"the server answered with status {status}: {data[:_SHOWN].decode(errors='replace')}"
+    if status == http.client.UNAUTHORIZED:
+        message += f"; set {KEY}"
+    message = message.replace("lower max_tokens", "lower --max-new-tokens").replace(
+        "use /v1/completions", "ask it with posttrain sample MODEL PROMPT --text"
+    )
     kinds: Mapping[int, type[PosttrainError]] = {401: AccessError, 403: AccessError, 429: BusyError}
     return kinds.get(status, InputError if status < 500 else InfrastructureError)(message[:_SHOWN])
-
-
-def _texts(response: http.client.HTTPResponse) -> Iterator[str]:
-    """Yield the texts of a stream's events, until its last event."""
-    for line in response:
-        event = line.strip().removeprefix(b"data: ")
-        if event == b"[DONE]":
-            return
-        if not event:
-            continue
-        found = json.loads(event)
-        if "error" in found:
-            raise _refused(int(found["error"].get("code") or 500), event)
-        for choice in found["choices"]:
-            if text := choice["delta"].get("content"):
-                yield text
-    raise http.client.IncompleteRead(b"")
 
 
 @contextmanager
@@ -125,8 +137,8 @@ def started(model: str, words: Sequence[str]) -> Iterator[Talker]:
                 errors.seek(0)
                 last = next((line for line in reversed(errors.read().splitlines()) if line.strip()), "no output")
                 raise InputError(last.removeprefix("error: ")[:_SHOWN])
-            _, name, digest, _, address, *_ = serving.split()
-            yield Talker(address.removesuffix("/v1"), name=name, digest=digest)
+            _, release, digest, _, address, *_ = serving.split()
+            yield Talker(address.removesuffix("/v1"), "", model, release, digest)
         finally:
             with suppress(ProcessLookupError):
                 process.terminate()

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -44,6 +45,7 @@ log = logging.getLogger("posttrain.serving")
 DIGEST_HEADER = "posttrain-model-digest"
 MOST_BODY = 16 << 20  # bytes
 _PATIENCE = 60.0  # seconds within which a client must send its body, and read each piece of an answer
+_OTHER_METHOD = 405
 _RETRY = {"retry-after": "1"}
 _STATUS: tuple[tuple[type[PosttrainError], int, str], ...] = (
     (AuthenticationError, 401, "authentication_error"),
@@ -85,7 +87,7 @@ class Limits:
 
     concurrency: int = 256  # responses
     queue: int = 1024  # requests that wait for a turn
-    context: int = 1 << 30  # tokens of a prompt with its response
+    context: int | None = None  # tokens of a prompt with its response; None: those of the model
 
 
 class Turns:
@@ -145,7 +147,8 @@ class Meters:
     """The metrics of a server. No label has a value that a caller chooses."""
 
     def __init__(self, models: Models, turns: Turns) -> None:
-        self.registry = registry = CollectorRegistry()
+        self._registry, self._models = CollectorRegistry(), models
+        registry = self._registry
         self.requests = Counter("posttrain_served_requests", "Requests by route and status", ["route", "status"],
                                 registry=registry)  # fmt: skip
         self.tokens = Counter("posttrain_served_tokens", "Tokens by kind", ["kind"], registry=registry)
@@ -157,11 +160,20 @@ class Meters:
             ("running", "Responses that are computed", lambda: turns.running),
             ("waiting", "Requests that wait for a turn", lambda: turns.waiting),
             ("models", "Models in memory", lambda: len(models.loaded)),
-            ("switches", "Releases that this server began to serve", lambda: models.switches),
-            ("engine_restarts", "Engines that ended and were started again", lambda: models.restarts),
+            ("switches_total", "Releases that this server began to serve", lambda: models.switches),
+            ("engine_restarts_total", "Engines that ended and were started again", lambda: models.restarts),
             ("outdated", "Whether the newest release of the channel is not served", lambda: bool(models.trouble)),
         ):
             Gauge(f"posttrain_served_{name}", words, registry=registry).set_function(value)
+        self._release = Gauge("posttrain_served_release", "The release that new requests get", ["release", "digest"],
+                              registry=registry)  # fmt: skip
+
+    def text(self) -> bytes:
+        """Return the metrics in Prometheus' text format."""
+        self._release.clear()
+        if served := self._models.served:
+            self._release.labels(served.release.name, served.release.digest).set(1)
+        return generate_latest(self._registry)
 
     @contextmanager
     def measured(self, route: str) -> Iterator[None]:
@@ -191,6 +203,10 @@ class Door:
         self.meters = Meters(self.models, self.turns)
         self.rendering = asyncio.Semaphore(1)  # a template's time is measured, so one is rendered at a time
 
+    def most(self, served: Served) -> int:
+        """Return the maximum number of tokens in a prompt with its response."""
+        return min(served.context, self.limits.context or served.context)
+
     def named(self, model: str, served: Served) -> tuple[str, str]:
         """Return the name and the digest of the model, or of the adapter, for the answer.
 
@@ -214,37 +230,52 @@ def build(door: Door) -> Starlette:
         "/inference/v1/generate": asked_tokens,
     }
     routes = [Route(path, _answering(door, path, parse), methods=["POST"]) for path, parse in posts.items()]
-    for path, view in (("/v1/models", _models), ("/health", _health), ("/readyz", _health), ("/metrics", _metrics)):
-        routes.append(Route(path, _viewing(door, path, view), methods=["GET"]))
+    views = {"/v1/models": _models, "/health": _health, "/readyz": _health, "/metrics": _metrics}
+    routes += [Route(path, _viewing(door, path, view), methods=["GET"]) for path, view in views.items()]
+    routes.append(Route("/v1/models/{model:path}", _viewing(door, "/v1/models/{model}", _model), methods=["GET"]))
     return Starlette(routes=routes, exception_handlers={404: _no_route, 405: _no_route})
 
 
-def _viewing(door: Door, path: str, view: Callable[[Door], Response]) -> Callable[[Request], Awaitable[Response]]:
+def _viewing(
+    door: Door, path: str, view: Callable[[Door, Request], Response]
+) -> Callable[[Request], Awaitable[Response]]:
     async def look(request: Request) -> Response:
         try:
-            if path in ("/v1/models", "/metrics"):
+            if view is not _health:
                 await door.keys.check(_key(request))
-            found = view(door)
+            found = view(door, request)
         except PosttrainError as error:
             found = problem(error)
         door.meters.requests.labels(path, found.status_code).inc()
         return found
 
-    return look  # fmt: skip
+    return look
 
 
-def _models(door: Door) -> Response:
+def _listed(door: Door) -> list[dict[str, Any]]:
+    """Return the entries of the model and of its adapters; none while the first model is loaded."""
     served = door.models.served
-    entry: dict[str, Any] = {"id": door.name, "object": "model", "created": 0, "owned_by": "posttrain"}
     if served is None:
-        return JSONResponse({"object": "list", "data": []})
-    entry["max_model_len"] = min(served.context, door.limits.context)
+        return []
+    entry = {"object": "model", "created": 0, "owned_by": "posttrain", "max_model_len": door.most(served)}
     releases = {door.name: served.release, **served.release.adapters}
-    found = [{**entry, "id": name, "release": one.name, "digest": one.digest} for name, one in releases.items()]
-    return JSONResponse({"object": "list", "data": [found[0], *({**one, "parent": door.name} for one in found[1:])]})
+    found = [{"id": name, **entry, "release": one.name, "digest": one.digest} for name, one in releases.items()]
+    return [found[0], *({**one, "parent": door.name} for one in found[1:])]
 
 
-def _health(door: Door) -> Response:
+def _models(door: Door, request: Request) -> Response:
+    return JSONResponse({"object": "list", "data": _listed(door)})
+
+
+def _model(door: Door, request: Request) -> Response:
+    name = request.path_params["model"]
+    found = next((one for one in _listed(door) if one["id"] == name), None)
+    if found is None:
+        raise NotFoundError(f"model {name[:80]!r}: is not served here; GET /v1/models lists the names")
+    return JSONResponse(found)
+
+
+def _health(door: Door, request: Request) -> Response:
     served = door.models.served
     ready = served is not None and served.engine.running and not door.closing
     state = "draining" if door.closing else "serving" if ready else "loading"
@@ -259,12 +290,18 @@ def _health(door: Door) -> Response:
     return JSONResponse(found, 200 if ready else 503)
 
 
-def _metrics(door: Door) -> Response:
-    return Response(generate_latest(door.meters.registry), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+def _metrics(door: Door, request: Request) -> Response:
+    return Response(door.meters.text(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
 
 async def _no_route(request: Request, error: Exception) -> Response:
-    return problem(NotFoundError(f"{request.method} {request.url.path[:80]!a}: is not a route of this server"))
+    """Return the error of a path without a route, or of a route with another method."""
+    what = f"{request.method[:20]} {request.url.path[:80]!a}"
+    if isinstance(error, HTTPException) and error.status_code == _OTHER_METHOD:
+        found = problem(NotFoundError(f"{what}: the path needs another method; see docs/howto/serve-model.md"))
+        found.status_code = _OTHER_METHOD
+        return found
+    return problem(NotFoundError(f"{what}: is not a route of this server, as /v1/models, /health and /metrics are"))
 
 
 def problem(error: PosttrainError) -> JSONResponse:
@@ -393,7 +430,7 @@ class Answering(Response):
             if asked.stream:
                 await self._stream(asked, now, (model, digest), send)
                 return
-            found = await choices(asked, now, door.limits.context)
+            found = await choices(asked, now, door.most(now))
             tokens = self._count(asked, sum(len(one.tokens) for one in found))
             body = answer(asked, found, model, digest, now.texts, chunk=False)
         response = JSONResponse({**body, "usage": usage(asked, tokens)}, headers={DIGEST_HEADER: digest})
@@ -403,7 +440,7 @@ class Answering(Response):
         async with self._door.rendering:
             asked = await asyncio.to_thread(self._parse, self._given, name, seed, served.texts)
         self._door.named(asked.model, served)
-        refuse_unfit(asked, served, self._door.limits.context)
+        refuse_unfit(asked, served, self._door.most(served))
         return asked
 
     async def _stream(self, asked: Asked, served: Served, named: tuple[str, str], send: Send) -> None:
@@ -414,7 +451,7 @@ class Answering(Response):
 
         async def pieces() -> AsyncIterator[dict[str, Any]]:
             nonlocal tokens
-            async for one in stream(asked, served, self._door.limits.context):
+            async for one in stream(asked, served, self._door.most(served)):
                 tokens += len(one.tokens)
                 first = one.index not in seen
                 seen.add(one.index)

@@ -380,7 +380,8 @@ class Models:
 
     def _switched(self, release: Release) -> None:
         self.trouble, self.switches = "", self.switches + 1
-        log.info("serving %s %s", release.name, release.digest)
+        if self.switches > 1:  # the command reports the first one
+            log.info("serving %s %s", release.name, release.digest)
         self._spawn(self._leave())
 
     async def _leave(self) -> None:

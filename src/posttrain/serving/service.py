@@ -33,6 +33,7 @@ from posttrain.data.refs import Source
 from posttrain.domain.adapters import base_files, has_adapter
 from posttrain.domain.canonical import digest_bytes
 from posttrain.domain.errors import AuthenticationError, InputError, IntegrityError, PosttrainError
+from posttrain.domain.lifecycle import RunState, is_final
 from posttrain.server import logs
 from posttrain.server.connections import Room, is_loopback, most_of, raise_files
 from posttrain.server.service import Bind, HttpServer, Systemd, configured, listen
@@ -69,11 +70,11 @@ class Serving:
         Raises:
             InputError: other machines could use the model without a key, or read keys in transit.
         """
-        self.bind.checked()
         if not self.keys and (self.bind.behind_proxy or not is_loopback(self.bind.host)):
             raise InputError(
-                f"serve-model: {self.bind.host} can be reached from other machines, and no key is needed; add --keys"
+                f"serve-model: other machines can reach {self.bind.host}, and no key would be needed; add --keys"
             )
+        self.bind.checked()
         return self
 
 
@@ -92,7 +93,7 @@ def serve_model(workspace: Workspace, word: str, how: Serving, say: Callable[[st
     first = named_model(workspace, word)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _heard)  # uvicorn handles these signals, and raises each again afterwards
-    service, room = _Service(workspace, first, how, say), Room(most_of(raise_files()))
+    service, room = _Service(workspace, word, first, how, say), Room(most_of(raise_files()))
     with listen(how.bind, room) as listening:
         asyncio.run(service.run(listening, room, how.bind.near(listening.getsockname()[1])))
 
@@ -104,9 +105,12 @@ def _heard(*_: object) -> None:
 class _Service:
     """A server and its channel."""
 
-    def __init__(self, workspace: Workspace, first: NamedModel, how: Serving, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, workspace: Workspace, word: str, first: NamedModel, how: Serving, say: Callable[[str], None]
+    ) -> None:
         self._workspace, self._how, self._say = workspace, how, say
         self._first = self._release(first)
+        self._made = first.made.run_id if first.made is not None and first.ref.source is Source.RUN else None
         ref = first.ref
         self._channel = ref.name if ref.source is Source.CHANNEL and ref.version is None else None
         settings = {"runtime": dict(how.runtime), "kv_cache": how.kv_cache, "threads": how.runtime.get("threads", 1)}
@@ -114,13 +118,14 @@ class _Service:
         self._own_key = secrets.token_urlsafe(32)  # of commands and of the console, which may read the folder
         channel = ref.name if ref.source is Source.CHANNEL else None
         keys: Keys = _Keys(workspace, channel, self._own_key) if how.keys else NoKeys()
-        self._door = Door(how.name or self._channel or first.pinned.name, self._models, how.limits, keys)
+        self._door = Door(how.name or self._channel or word, self._models, how.limits, keys)
 
     async def run(self, listening: Any, room: Room, url: str) -> None:
         """Load the model, and serve until a signal."""
         systemd = Systemd(os.environ)
         server = _Drained(configured(build(self._door), self._how.bind, room, self._how.drain), systemd)
         server.door = self._door
+        self._say(f"loading {self._first.name}")
         loading = asyncio.create_task(self._models.use(self._first))
         serving = asyncio.create_task(server.serve(sockets=[listening]))  # answers /health while the model loads
         await asyncio.wait({loading, serving}, return_when=asyncio.FIRST_COMPLETED)
@@ -144,13 +149,25 @@ class _Service:
             server.should_exit = True
             await asyncio.wait({serving})
             await self._models.close()
+            self._say("the server has ended")
 
     def _tell(self, url: str) -> None:
         served = self._models.served
         assert served is not None
-        for name, reason in served.engine.facts["fallbacks"].items():
-            self._say(f"warning: {name}: {reason}")
+        for reason in served.engine.facts["fallbacks"].values():
+            self._say(f"warning: {reason}")
+        made = self._made
+        if (
+            made is not None
+            and (run := self._workspace.ledger.run(made)).state != RunState.SUCCEEDED
+            and is_final("run", run.state)
+        ):
+            self._say(
+                f"warning: {served.release.name} is of run {run.id}, which is {run.state}; posttrain why {run.id}"
+            )
         self._say(f"serving {served.release.name} {served.release.digest} at {url}/v1 as model {self._door.name}")
+        for name, one in served.release.adapters.items():
+            self._say(f"and its adapter {name}: {one.name} {one.digest}")
         if not self._how.keys:
             self._say("every user of this machine can call it; --keys asks for bearer keys")
 
@@ -202,6 +219,11 @@ class _Service:
             IntegrityError: they differ by more than rounding.
         """
         name, digest = served.release.name, served.release.digest
+        most_context = self._how.limits.context
+        if most_context is not None and most_context > served.context:
+            raise InputError(
+                f"--context must be at most {served.context}, that of {name}, got {most_context}; lower it"
+            )
         recorded = await asyncio.to_thread(recorded_logprobs, self._workspace, digest)
         if recorded is None:
             log.warning("%s is served without comparison: no evaluation recorded its log-probabilities", name)

@@ -22,6 +22,20 @@ from posttrain.serving.texts import Texts
 MOST_CHOICES = 1024  # responses of one request
 MOST_TOP = 20  # likeliest tokens at each place
 _USUAL_TOKENS = 16  # of a completion without `max_tokens`, as at OpenAI
+# fields that are not implemented, with the values that change nothing
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "logit_bias": ({},),
+    "best_of": (1,),
+    "suffix": ("",),
+    "parallel_tool_calls": (True, False),
+    "response_format": ({"type": "text"},),
+    "tool_choice": ("auto", "none"),
+    "reasoning_effort": (),
+    "modalities": (["text"],),
+}
 _DESCRIBING = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "request_id")
 M = TypeVar("M", bound=BaseModel)
 Token = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
@@ -46,11 +60,6 @@ class _Request(BaseModel):
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     return_token_ids: bool = False
-    # accepted with the values that change nothing
-    frequency_penalty: Annotated[float, Field(ge=0, le=0)] = 0.0
-    presence_penalty: Annotated[float, Field(ge=0, le=0)] = 0.0
-    repetition_penalty: Annotated[float, Field(ge=1, le=1)] = 1.0
-    logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
 
 
 class CompletionRequest(_Request):
@@ -60,8 +69,6 @@ class CompletionRequest(_Request):
     max_tokens: Count | None = _USUAL_TOKENS
     logprobs: Annotated[int, Field(ge=0, le=MOST_TOP)] | None = None
     echo: bool = False
-    best_of: Annotated[int, Field(ge=1, le=1)] | None = None
-    suffix: Annotated[str, Field(max_length=0)] | None = None
     add_special_tokens: bool = True
 
 
@@ -71,12 +78,10 @@ class ChatRequest(_Request):
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
     tools: list[dict[str, Any]] | None = None
     tool_choice: Literal["auto", "none"] | None = None
-    parallel_tool_calls: bool | None = None
     max_tokens: Annotated[int, Field(ge=1, le=10**9)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1, le=10**9)] | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP)] | None = None
-    response_format: dict[Literal["type"], Literal["text"]] | None = None
     add_generation_prompt: bool = True
 
 
@@ -144,6 +149,11 @@ def _parsed(kind: type[M], body: Mapping[str, Any]) -> M:
         InputError: a field is unknown, or its value is not valid or not implemented.
     """
     given = {name: value for name, value in body.items() if name not in _DESCRIBING and value is not None}
+    for name in _NEUTRAL.keys() & given.keys():
+        if given[name] not in _NEUTRAL[name]:
+            raise InputError(f"{name}: is not implemented, got {str(given[name])[:80]!r}; leave it out")
+        if name not in kind.model_fields:
+            del given[name]
     return validated(kind, given, "request")
 
 

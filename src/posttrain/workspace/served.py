@@ -1,5 +1,6 @@
 """The server of a workspace, if any, to which commands in its folder connect; and the servers of its channels."""
 
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -36,31 +37,42 @@ def served_at(root: Path) -> Served | None:
 def announce_model(root: Path, project: str, channel: str, served: Served) -> Callable[[], None]:
     """Record the address of a channel's served model; return a function that removes the record.
 
-    The key in it is valid only for this server, and only who may read the folder can read it.
+    The key in it is valid only for this server, and only who may read the folder can read it. Each server has a record.
     """
-    place = _model(root, project, channel)
+    own = process_name()
+    place = _models(root) / f"{project} {channel} {own.rpartition(':')[0].rpartition(':')[2]}.json"
     make_folder(place.parent)
-    write_json(place, {"url": served.url, "key": served.key, "process": process_name()})
+    said = {"project": project, "channel": channel, "url": served.url, "key": served.key, "process": own}
+    write_json(place, {**said, "at": time.time()})
 
     def conceal() -> None:
-        with suppress(PosttrainError, OSError):
-            if read_json(place)["process"] == process_name():  # another server of the channel may have started since
-                place.unlink()
+        with suppress(OSError):
+            place.unlink(missing_ok=True)
 
     return conceal
 
 
 def model_at(root: Path, project: str, channel: str) -> Served | None:
-    """Return the address of a channel's served model on this machine; None: there is none."""
-    try:
-        said = read_json(_model(root, project, channel))
-        return Served(str(said["url"]), str(said["key"])) if said and process_alive(str(said["process"])) else None
-    except (PosttrainError, OSError, KeyError, TypeError, ValueError):
-        return None
+    """Return the address of the newest served model of a channel on this machine; None: there is none.
+
+    Records of servers that were killed are removed.
+    """
+    newest: tuple[float, Served] | None = None
+    for place in _models(root).glob("*.json") if _models(root).is_dir() else ():
+        try:
+            said = read_json(place)
+            if not process_alive(str(said["process"])):
+                place.unlink(missing_ok=True)
+            elif (said["project"], said["channel"]) == (project, channel):
+                found = float(said["at"]), Served(str(said["url"]), str(said["key"]))
+                newest = found if newest is None or found[0] > newest[0] else newest
+        except (PosttrainError, OSError, KeyError, TypeError, ValueError):  # it is being written or removed
+            continue
+    return newest[1] if newest else None
 
 
-def _model(root: Path, project: str, channel: str) -> Path:
-    return root / "serving" / f"{project} {channel}.json"
+def _models(root: Path) -> Path:
+    return root / "serving"
 
 
 def server_of(root: Path) -> str:

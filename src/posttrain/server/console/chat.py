@@ -23,7 +23,6 @@ from posttrain.server.limits import FOLLOW, HEAVY, in_thread
 from posttrain.server.operations import Server
 from posttrain.workspace.served import model_at
 
-MOST_TOKENS = 1024  # tokens of an answer
 _LINES = "application/x-ndjson"
 _MOST = 48 << 10  # characters of a conversation
 
@@ -54,7 +53,7 @@ def whole(visit: Visit) -> Response:
     message, talks = _message(visit), [_history(visit, place) for place in range(len(names))]
     try:
         for name, talk in zip(names, talks, strict=True):
-            answer = "".join(_talker(visit, name).answer([*talk, message], max_tokens=MOST_TOKENS))
+            answer = "".join(_talker(visit, name).answer([*talk, message]))
             talk += [message, {"role": "assistant", "content": answer}]
     except PosttrainError as error:
         return _page(visit, names, talks, str(error))
@@ -74,7 +73,7 @@ def answering(server: Server, enter: Callable[[Server, Request], Visit]) -> Call
                 async with server.limits.taken(principal, HEAVY):
                     return await in_thread(HEAVY, whole, visit)
             talk = _talker(visit, visit.named("channel"))
-            pieces = talk.answer([*_history(visit, 0), _message(visit)], max_tokens=MOST_TOKENS)
+            pieces = talk.answer([*_history(visit, 0), _message(visit)])
             async with AsyncExitStack() as stack:
                 await stack.enter_async_context(server.limits.taken(principal, FOLLOW))
                 held = stack.pop_all()

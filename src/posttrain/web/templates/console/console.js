@@ -39,9 +39,17 @@
   };
   const asked = async (column, message) => {
     const history = chat.elements[`history${column.dataset.talk}`];
+    const mine = added(column, "mine", message), shown = added(column, "theirs", "");
+    try {
+      await received(column, history, message, shown);
+    } catch (error) {
+      mine.remove(); // the conversation continues without what has no whole answer
+      shown.remove();
+      throw error;
+    }
+  };
+  const received = async (column, history, message, shown) => {
     const fields = new URLSearchParams({ form_token: chat.elements.form_token.value, history0: history.value, message });
-    added(column, "mine", message);
-    const shown = added(column, "theirs", "");
     const url = `${base}/channels/${encodeURIComponent(column.dataset.channel)}/chat`;
     const headers = { accept: "application/x-ndjson", "content-type": "application/x-www-form-urlencoded" };
     const answer = await fetch(url, { method: "POST", body: fields, headers, credentials: "same-origin" });
@@ -63,6 +71,11 @@
     const both = [{ role: "user", content: message }, { role: "assistant", content: shown.textContent }];
     history.value = JSON.stringify([...JSON.parse(history.value), ...both]);
   };
+  if (chat) chat.elements.message.addEventListener("keydown", (event) => {
+    if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+    event.preventDefault();
+    chat.requestSubmit();
+  });
   if (chat) chat.addEventListener("submit", async (event) => {
     event.preventDefault();
     const field = chat.elements.message, message = field.value.trim(), button = chat.querySelector("button");
@@ -74,7 +87,7 @@
     const columns = [...document.querySelectorAll("[data-talk]")];
     const ended = await Promise.allSettled(columns.map((column) => asked(column, message)));
     const failed = ended.find((one) => one.status === "rejected");
-    if (failed) { wrong.textContent = failed.reason.message; wrong.hidden = false; }
+    if (failed) { wrong.textContent = failed.reason.message; wrong.hidden = false; field.value ||= message; }
     button.disabled = false;
     field.focus();
   });
