@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from served_model import ServedModel, children, serving
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from workbench import Reference, Workbench
@@ -150,7 +151,7 @@ BAD: list[tuple[str, Any, int, str]] = [
     ("/v1/completions", {"promt": "x"}, 400, "prompt"),
     ("/v1/completions", {"prompt": "x", "colour": 1}, 400, "colour"),
     ("/v1/completions", {"prompt": ""}, 400, "at least one token"),
-    ("/v1/completions", {"prompt": []}, 400, "responses"),
+    ("/v1/completions", {"prompt": []}, 400, "at least one token"),
     ("/v1/completions", {"prompt": [[]]}, 400, "at least one token"),
     ("/v1/completions", {"prompt": [10**6]}, 400, "tokens must be in"),
     ("/v1/completions", {"prompt": [-1]}, 400, "prompt"),
@@ -168,7 +169,20 @@ BAD: list[tuple[str, Any, int, str]] = [
     ("/v1/completions", b"[" * 100_000, 400, "JSON"),
     ("/v1/completions", b"\xff", 400, "JSON"),
     ("/v1/completions", [1], 400, "object"),
-    ("/v1/completions", b'{"prompt": "' + b"x" * (17 << 20) + b'"}', 400, "bytes"),
+    ("/v1/completions", b'{"prompt": "' + b"x" * (9 << 20) + b'"}', 400, "bytes"),
+    ("/v1/completions", b'{"prompt": "\\ud800"}', 400, "JSON"),
+    ("/v1/completions", b'{"prompt": "x", "stream_options": {"\\ud800": true}}', 400, "JSON"),
+    ("/v1/completions", {"prompt": [1, True]}, 400, "whole numbers from 0, got True"),
+    ("/v1/completions", {"prompt": [1.5] * 90}, 400, "whole numbers from 0, got 1.5"),
+    ("/v1/completions", {"prompt": [5] * 10**6}, 400, "got 1000000 tokens"),
+    ("/v1/completions", {"prompt": "x" * 10**6}, 400, "got 1000000 characters"),
+    ("/v1/completions", {"prompt": [[]] * 10**6}, 400, "1024"),
+    ("/v1/completions", {"prompt": [[5] * 80] * 1024, "echo": True, "logprobs": 20, "max_tokens": 1}, 400, "in all"),
+    ("/v1/completions", {"prompt": "x", "max_tokens": True}, 400, "max_tokens"),
+    ("/v1/completions", {"prompt": "x", "best_of": 3}, 400, "best_of: is not implemented, got '3'; leave it out"),
+    ("/v1/completions/", {"prompt": "x"}, 404, "is not a route"),
+    ("/v1/completions", None, 405, "another method"),
+    ("/v1/models/other", None, 404, "GET /v1/models"),
     ("/v1/chat/completions", {"messages": []}, 400, "messages"),
     ("/v1/chat/completions", {"messages": [{"content": "x"}]}, 400, "role"),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "type text"),
@@ -193,7 +207,9 @@ def test_a_bad_request_gets_one_line_and_the_right_status(served: ServedModel) -
     assert served.ask("/health")[2]["status"] == "serving"
     counted = served.ask("/metrics")[2]
     assert 'posttrain_served_requests_total{route="/v1/completions",status="400"}' in counted
-    assert served.ask("/v1/models")[2]["data"][0]["id"] == MODEL
+    [entry] = served.ask("/v1/models")[2]["data"]
+    assert served.ask(f"/v1/models/{MODEL}")[2] == entry
+    assert entry["id"] == MODEL
 
 
 def test_a_client_that_leaves_frees_its_turn(folder: Workbench) -> None:
@@ -285,9 +301,48 @@ def test_keys(bench: Workbench) -> None:
         assert (status, "is for channel prod" in found["error"]["message"]) == (403, True)
 
 
-def test_a_release_that_is_not_what_was_judged_is_not_served(bench: Workbench) -> None:
-    ended = bench.run("serve-model", "prod", "--host", "0.0.0.0", code=None)
-    assert (ended.code, "add --keys" in ended.err or "TLS" in ended.err) == (2, True)
+def test_what_cannot_be_served_ends_with_one_line(bench: Workbench, tmp_path: Path) -> None:
+    bench.run("export", MODEL, "broken")
+    tensors = load_file(bench.folder / "broken" / "model.safetensors")
+    tensors["model.norm.weight"][0] = torch.nan
+    save_file(tensors, bench.folder / "broken" / "model.safetensors", metadata={"format": "pt"})
+    bench.run("asset", "add", "model:broken", "broken")
+    for words, said in (
+        (("prod", "--host", "0.0.0.0"), "add --keys"),
+        (("prod", "--host", "0.0.0.0", "--keys"), "TLS"),
+        (("prod", "--context", "97"), "--context must be at most 96"),
+        (("model:broken",), "must be finite, got NaN or infinity in model.norm.weight"),
+        (("nosuch",), "no channel"),
+        (("prod", "--adapter", "prod=tiny/sft"), "must not have the name of the served model"),
+    ):
+        ended = bench.run("serve-model", *words, "--port", "0", code=None)
+        assert (ended.code, said in ended.err, ended.err.count("\n")) == (2, True, 1), ended.err
+
+
+def test_files_that_change_under_a_served_folder_are_not_served(bench: Workbench) -> None:
+    """A digest is named only for the weights that have it."""
+    bench.run("export", MODEL, "folder")
+    with serving(bench, "./folder") as served:
+        assert served.texts(PROMPTS[0], max_tokens=4)
+        weights = bench.folder / "folder" / "model.safetensors"
+        tensors = {name: one + 0.1 for name, one in load_file(weights).items()}
+        weights.unlink()
+        save_file(tensors, weights, metadata={"format": "pt"})
+        [engine] = children(served.process)
+        os.kill(engine, signal.SIGKILL)
+        bench.wait("the refusal", lambda: "must not change while" in served.ask("/health")[2]["trouble"])
+        assert served.ask("/health")[0] == 503
+        assert served.end() == 0
+
+
+def test_two_servers_of_a_channel_are_known(bench: Workbench) -> None:
+    with serving(bench, "prod") as first:
+        with serving(bench, "prod") as second:
+            assert second.url in bench.run("chat", "prod", "hi").err
+            assert second.end() == 0
+        assert f"served at {first.url}" in bench.run("chat", "prod", "hi").err
+        first.process.kill()
+    assert "loading prod" in bench.run("chat", "prod", "hi").err
 
 
 def _digest(served: ServedModel) -> str:

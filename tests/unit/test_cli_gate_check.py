@@ -14,6 +14,7 @@ import random
 import shutil
 import subprocess
 import sys
+import tracemalloc
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -219,7 +220,7 @@ def test_the_page_has_the_verdicts_and_no_script(folder: Path) -> None:
         kept = Path(read).read_bytes()
         done = check(gates(ACCURACY), "--results", results, "--page", read)
         assert done.exit_code == 2
-        assert "must not be a file that the command reads" in done.stderr
+        assert "must be the name of an .html file" in done.stderr
         assert Path(read).read_bytes() == kept or read == "gates.yaml"
 
 
@@ -604,3 +605,30 @@ def test_missing_files_and_columns_are_refused() -> None:
     good = table("good.parquet", rated(95))
     line = refused("gates.yaml", "--results", good, "--results", good)
     assert "got heldout/accuracy here and in good.parquet" in line
+
+
+def test_a_page_never_replaces_what_is_no_page(tmp_path: Path) -> None:
+    table("good.parquet", rated(95))
+    gates(ACCURACY)
+    said = refused("gates.yaml", "--results", "good.parquet", "--page", "good.parquet")
+    assert "must be the name of an .html file" in said
+    Path("samples.jsonl").write_text("{}")
+    assert ".html" in refused("gates.yaml", "--results", "good.parquet", "--page", "samples.jsonl")
+    assert Path("samples.jsonl").read_text() == "{}"
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA, zipfile.ZIP_DEFLATED])
+def test_a_log_that_unpacks_to_more_than_it_declares_is_refused(method: int) -> None:
+    with zipfile.ZipFile("bomb.eval", "w", method) as archive:
+        archive.writestr("header.json", b" " * (64 << 20))
+    data = bytearray(Path("bomb.eval").read_bytes())
+    at = data.rindex(b"PK\x01\x02") + 24  # the size in the central directory
+    data[at : at + 4] = (100).to_bytes(4, "little")
+    Path("bomb.eval").write_bytes(data)
+    gates(ACCURACY)
+    tracemalloc.start()
+    said = refused("gates.yaml", "--results", "bomb.eval")
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert "damaged" in said
+    assert most < 16 << 20

@@ -68,6 +68,17 @@ def test_a_text_in_pieces_is_the_text(
         assert not any(one in whole for one in stop)
 
 
+def test_long_conversations_use_up_no_time_of_others(tmp_path: Path) -> None:
+    tokenizer = families.tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    tokenizer.save_pretrained(tmp_path)
+    made = Texts(tmp_path, 8)
+    made._plan._spent = 1e6
+    assert made.chat([{"role": "user", "content": "the"}], None, generate=True)
+    with pytest.raises(InputError, match="got 9 tokens; shorten"):
+        made.refuse_long([1] * 9, "prompt")
+
+
 def test_tokens_of_one_text_have_names_of_their_own(texts: Texts) -> None:
     names = [texts.name(token) for token in range(families.VOCABULARY)]
     assert len({*names}) == len(names)
@@ -132,6 +143,7 @@ def test_a_request_behind_a_full_queue_is_refused() -> None:
 class FakeProcess:
     """An engine process that does nothing until it ends."""
 
+    facts = {"context": 64}  # noqa: RUF012 - as the process answers
     alive: int = 0
     most: int = 0
 
@@ -277,6 +289,45 @@ def test_an_engine_that_ends_is_started_again_and_requests_wait_for_it(models: A
         assert made.restarts >= 1
         served.requests -= 1
         served.idle.set()
+        await made.close()
+
+    played(play)
+
+
+def test_an_engine_that_starts_again_while_its_model_leaves_is_ended(models: Any, tmp_path: Path) -> None:
+    async def play() -> None:
+        made, _ = models()
+        await made.use(release(1, tmp_path))
+        async with made.lease() as first:
+            switch = asyncio.create_task(made.use(release(2, tmp_path)))
+            await asyncio.sleep(0)
+            first.engine._end()
+            await switch
+        await settled()
+        assert FakeProcess.alive == len(made.loaded) == 1
+        await made.close()
+
+    played(play)
+
+
+def test_an_error_of_the_machine_does_not_end_the_restarts(
+    models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def play() -> None:
+        made, _ = models()
+        await made.use(release(1, tmp_path))
+        before = EngineProcess.start
+
+        async def full(settings: dict[str, Any]) -> FakeProcess:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(EngineProcess, "start", full)
+        made.served.engine._end()
+        await settled()
+        assert "No space left" in made.trouble
+        monkeypatch.setattr(EngineProcess, "start", before)
+        await settled()
+        assert (made.served.engine.running, made.trouble) == (True, "")
         await made.close()
 
     played(play)

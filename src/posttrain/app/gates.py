@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
+import pyarrow.parquet
 from pydantic import Field, PlainValidator
 
 from posttrain.control.verdicts import read_evidence
@@ -243,6 +244,8 @@ def _files(path: Path) -> Iterator[Path]:
     found = [one for one in sorted(path.rglob("*")) if one.suffix in _SUFFIXES and one.is_file()]
     if path.is_dir() and not found:
         raise InputError(f"{path}: must contain results ({', '.join(_SUFFIXES)}), got a folder without; check the path")
+    if not path.is_dir() and path.exists() and not path.is_file():
+        raise InputError(f"{path}: must be a file or a folder, got something else; check the path")
     yield from found or [path]
 
 
@@ -258,11 +261,10 @@ def _contents(path: Path) -> tuple[str, Mapping[str, Evidence], Sequence[Measure
 
 def _parquet(path: Path) -> dict[str, Evidence]:
     try:
-        rows = read_file(path, str(path))  # rejects a file that unpacks to far more than its size
-        lacking = [name for name in _COLUMNS if name not in next(iter(rows), {})]
+        deque(read_file(path, str(path)), maxlen=0)  # rejects a file that unpacks to far more than its size
+        lacking = [name for name in _COLUMNS if name not in pyarrow.parquet.read_schema(path).names]
         if lacking:
             raise InputError(f"{path}: must have the columns {', '.join(_COLUMNS)}, got no {lacking[0]}; add it")
-        deque(rows, maxlen=0)
         found = read_evidence(path.read_bytes(), str(path))
     except (InputError, IntegrityError) as error:
         raise InputError(_complete(str(error))) from error

@@ -165,7 +165,8 @@ def recorded_logprobs(workspace: Workspace, digest: str) -> dict[str, Any] | Non
         about = pyarrow.parquet.read_schema(pyarrow.BufferReader(data)).metadata or {}
         if written := about.get(FIXED_LOGPROBS.encode()):
             recorded: dict[str, Any] = json.loads(written)
-            return recorded if recorded["texts"] else None
+            if recorded["texts"]:
+                return recorded
     return None
 
 

@@ -444,6 +444,8 @@ def check_gates(
     from posttrain.app.gates import check_gates, write_gate_page
     from posttrain.cli.screens import verdict_lines
 
+    if page is not None and page.suffix.lower() not in (".html", ".htm"):
+        raise InputError(f"--page: must be the name of an .html file, got {page}; rename it")
     found = check_gates(gates, results, against or ())
     if output is Output.JSON:
         emit_json(found.to_json())

@@ -75,24 +75,31 @@ class Talker:
                 return
             if not event:
                 continue
-            found = json.loads(event)
-            if "error" in found:
-                raise _refused(int(found["error"].get("code") or 500), event)
-            self.tokens = (found.get("usage") or {}).get("completion_tokens", self.tokens)
-            for choice in found["choices"]:
-                self.finish_reason = choice.get("finish_reason") or self.finish_reason
-                if text := choice["delta"].get("content"):
-                    yield text
+            try:
+                found = json.loads(event)
+                if "error" in found:
+                    raise _refused(int(found["error"].get("code") or 500), event)
+                self.tokens = int((found.get("usage") or {}).get("completion_tokens", self.tokens))
+                self.finish_reason = next((str(one["finish_reason"]) for one in found["choices"] if
+                                           one.get("finish_reason")), self.finish_reason)  # fmt: skip
+                text = "".join(str(one["delta"].get("content") or "") for one in found["choices"])
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise http.client.HTTPException(f"the answer is not that of a served model: {event[:60]!r}") from error
+            if text:
+                yield text
         raise http.client.IncompleteRead(b"")
 
     def _connection(self) -> http.client.HTTPConnection:
-        parts = urlsplit(self.url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        scheme, host, port = "", "", None
+        with suppress(ValueError):
+            parts = urlsplit(self.url)
+            scheme, host, port = parts.scheme, parts.hostname or "", parts.port
+        if scheme not in ("http", "https") or not host:
             raise InputError(f"--url must be the address of a served model, as http://HOST:PORT, got {self.url!r}")
-        if parts.scheme == "https":
+        if scheme == "https":
             context = ssl.create_default_context()
-            return http.client.HTTPSConnection(parts.hostname, parts.port, timeout=_SECONDS, context=context)
-        return http.client.HTTPConnection(parts.hostname, parts.port, timeout=_SECONDS)
+            return http.client.HTTPSConnection(host, port, timeout=_SECONDS, context=context)
+        return http.client.HTTPConnection(host, port, timeout=_SECONDS)
 
     def _headers(self) -> dict[str, str]:
         said = {"content-type": "application/json"}

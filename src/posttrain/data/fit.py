@@ -45,6 +45,10 @@ class PlanTokenizer:
         # the id of the end-of-sequence token; None if the files do not name this token
         self.end: int | None = tokenizer.token_to_id(special["eos_token"]) if "eos_token" in special else None
 
+    def begin(self) -> None:
+        """Forget the time of earlier renderings, because the rows of another data set follow."""
+        self._renders, self._spent = 0, 0.0
+
     @property
     def raised(self) -> tuple[type[Exception], ...]:
         """The exceptions that a template raises itself."""

@@ -227,8 +227,11 @@ def _member(path: Path, archive: zipfile.ZipFile, name: str) -> Any:
 
 
 def _unpacked(path: Path, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bytes:
+    if info.compress_type in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+        with archive.open(info) as file:  # the declared size may be a lie
+            return file.read(info.file_size + 1)[: info.file_size]
     if info.compress_type != _ZSTD:
-        return archive.read(info)
+        raise ValueError(f"compressed with method {info.compress_type}, which Inspect does not use")
     import pyarrow  # imported here: the import takes 0.1 s
 
     with path.open("rb") as file:

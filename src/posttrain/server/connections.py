@@ -166,6 +166,8 @@ class Connection(H11Protocol):
     def handle_events(self) -> None:
         """See `H11Protocol`."""
         super().handle_events()
+        if self.scope:
+            self.scope.setdefault("state", {})["transport"] = self.transport  # to end a client that does not read
         self._look()
 
     def on_response_complete(self) -> None:

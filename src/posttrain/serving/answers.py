@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -9,6 +10,8 @@ from posttrain.domain.errors import InputError
 from posttrain.serving.engines import Scored, Served
 from posttrain.serving.texts import Growing
 from posttrain.serving.wire import MOST_CHOICES, Asked, Choice
+
+_MOST_LOGPROBS = 1 << 20  # log-probabilities of prompts in one answer
 
 
 def refuse_unfit(asked: Asked, served: Served, most: int) -> None:
@@ -41,6 +44,15 @@ def refuse_unfit(asked: Asked, served: Served, most: int) -> None:
                 f"{field}: the context has {context} tokens, got {len(prompt)} and up to {limit} more; shorten the "
                 "prompt or lower max_tokens"
             )
+    top = max(asked.top or 0, asked.prompt_top or 0)
+    if top > vocabulary:
+        raise InputError(f"logprobs: must be at most {vocabulary}, the vocabulary, got {top}; lower it")
+    places = sum(map(len, asked.prompts)) * asked.n if asked.prompt_top is not None else 0
+    if places * (1 + top) > _MOST_LOGPROBS:
+        raise InputError(
+            f"logprobs: must be at most {_MOST_LOGPROBS} in all, got {places} tokens of prompts with {top} each; send "
+            "fewer prompts, or lower logprobs"
+        )
     tempered = not asked.sampling["greedy"] and asked.sampling["temperature"] != 1
     if asked.form == "tokens" and asked.top and tempered:
         raise InputError("logprobs: must be 0 at a temperature other than 0 and 1, got more; set logprobs: 0")
@@ -83,8 +95,9 @@ async def stream(asked: Asked, served: Served, most: int) -> AsyncIterator[Choic
     growing = [Growing(served.texts, asked.stop, skip_special=asked.skip_special) for _ in begun]
     async for part in served.engine.generate(_work(asked, served, begun, most), stream=True):
         index = int(part.id.rpartition(".")[2])
+        offset = growing[index].length
         text = growing[index].end(part.tokens, part.by) if part.by else growing[index].add(part.tokens)
-        piece = Choice(index, begun[index].prompt, part.tokens, text, part.by, part.logprobs)
+        piece = Choice(index, begun[index].prompt, part.tokens, text, part.by, part.logprobs, offset=offset)
         if asked.top is not None:
             piece.tops = [{token: value} for token, value in zip(part.tokens, part.logprobs, strict=True)]
         yield piece
@@ -130,8 +143,12 @@ async def _add_logprobs(asked: Asked, served: Served, begun: Sequence[Choice]) -
             one.tops = [{token: value} for token, value in zip(one.tokens, one.logprobs, strict=True)]
         return
     scored = await _scores(asked, served, begun)
-    for one in begun:
-        _split(asked, one, scored[f"{asked.id}.{one.index}"])
+
+    def split() -> None:
+        for one in begun:
+            _split(asked, one, scored[f"{asked.id}.{one.index}"])
+
+    await asyncio.to_thread(split)
 
 
 def _split(asked: Asked, one: Choice, scored: Scored) -> None:

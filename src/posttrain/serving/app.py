@@ -10,10 +10,11 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 import secrets
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, MutableMapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -39,13 +40,15 @@ from posttrain.domain.errors import (
 )
 from posttrain.serving.answers import choices, refuse_unfit, stream
 from posttrain.serving.engines import EngineLostError, Models, Served
-from posttrain.serving.wire import Asked, answer, asked_chat, asked_completion, asked_tokens, usage
+from posttrain.serving.texts import Texts
+from posttrain.serving.wire import Asked, Choice, answer, asked_chat, asked_completion, asked_tokens, usage
 
 log = logging.getLogger("posttrain.serving")
 DIGEST_HEADER = "posttrain-model-digest"
-MOST_BODY = 16 << 20  # bytes
+MOST_BODY = 8 << 20  # bytes
 _PATIENCE = 60.0  # seconds within which a client must send its body, and read each piece of an answer
 _OTHER_METHOD = 405
+_SURROGATE = re.compile(rb"\\\\u[dD][89a-fA-F]")
 _RETRY = {"retry-after": "1"}
 _STATUS: tuple[tuple[type[PosttrainError], int, str], ...] = (
     (AuthenticationError, 401, "authentication_error"),
@@ -233,7 +236,9 @@ def build(door: Door) -> Starlette:
     views = {"/v1/models": _models, "/health": _health, "/readyz": _health, "/metrics": _metrics}
     routes += [Route(path, _viewing(door, path, view), methods=["GET"]) for path, view in views.items()]
     routes.append(Route("/v1/models/{model:path}", _viewing(door, "/v1/models/{model}", _model), methods=["GET"]))
-    return Starlette(routes=routes, exception_handlers={404: _no_route, 405: _no_route})
+    app = Starlette(routes=routes, exception_handlers={404: _no_route, 405: _no_route})
+    app.router.redirect_slashes = False
+    return app
 
 
 def _viewing(
@@ -318,7 +323,7 @@ def _key(request: Request) -> str | None:
 
 def _answering(door: Door, path: str, parse: Parse) -> Callable[[Request], Awaitable[Response]]:
     async def respond(request: Request) -> Response:
-        await door.keys.check(_key(request))
+        request.state.asker = await door.keys.check(_key(request))  # such a connection is not closed for others
         if door.closing:
             raise BusyError("the server is shutting down; try again")
         body = await _body(request)
@@ -350,7 +355,7 @@ async def _body(request: Request) -> dict[str, Any]:
                 received += piece
                 if len(received) > MOST_BODY:
                     raise InputError(f"body: must have at most {MOST_BODY} bytes, got more; send fewer prompts")
-        found = json.loads(bytes(received))
+        found = await asyncio.to_thread(_loaded, bytes(received))
     except TimeoutError as error:
         raise InputError(
             f"body: must arrive within {_PATIENCE:g} s, got {len(received)} bytes; send it again"
@@ -364,6 +369,14 @@ async def _body(request: Request) -> dict[str, Any]:
     return found
 
 
+def _loaded(data: bytes) -> Any:
+    """Return JSON; raise ValueError also for texts that UTF-8 cannot write."""
+    found = json.loads(data)
+    if _SURROGATE.search(data):
+        json.dumps(found, ensure_ascii=False).encode()
+    return found
+
+
 class Answering(Response):
     """Computes and sends one answer; ends when the client leaves."""
 
@@ -371,9 +384,11 @@ class Answering(Response):
         super().__init__()
         self._door, self._path, self._parse, self._given = door, path, parse, body
         self._begun = False  # whether the headers were sent
+        self._state: MutableMapping[str, Any] = {}  # of the request
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See `Response.__call__`."""
+        self._state = scope.get("state", {})
         work = asyncio.create_task(self._respond(send))
         leaves = asyncio.create_task(_left(receive))
         try:
@@ -406,7 +421,15 @@ class Answering(Response):
                     await found({"type": "http"}, _nothing, patiently)
                 return found.status_code
             except TimeoutError:
+                if transport := self._state.get("transport"):
+                    transport.abort()  # a plain close would wait for the client to read
                 return 499
+            except Exception:
+                log.exception("%s: an unexpected error", self._path)
+                found = problem(JobFailedError("the server failed at this request; its log has the reason"))
+                if not self._begun:
+                    await found({"type": "http"}, _nothing, patiently)
+                return found.status_code
         return 200
 
     async def _answer(self, send: Send) -> None:
@@ -432,8 +455,7 @@ class Answering(Response):
                 return
             found = await choices(asked, now, door.most(now))
             tokens = self._count(asked, sum(len(one.tokens) for one in found))
-            body = answer(asked, found, model, digest, now.texts, chunk=False)
-        response = JSONResponse({**body, "usage": usage(asked, tokens)}, headers={DIGEST_HEADER: digest})
+            response = await asyncio.to_thread(_whole, asked, found, (model, digest), tokens, now.texts)
         await response({"type": "http"}, _nothing, send)
 
     async def _asked(self, name: str, seed: int, served: Served) -> Asked:
@@ -472,6 +494,12 @@ class Answering(Response):
         self._door.meters.tokens.labels("prompt").inc(sum(map(len, asked.prompts)))
         self._door.meters.tokens.labels("generated").inc(tokens)
         return tokens
+
+
+def _whole(asked: Asked, found: list[Choice], named: tuple[str, str], tokens: int, texts: Texts) -> JSONResponse:
+    model, digest = named
+    body = answer(asked, found, model, digest, texts, chunk=False)
+    return JSONResponse({**body, "usage": usage(asked, tokens)}, headers={DIGEST_HEADER: digest})
 
 
 _PREFIX = {"/v1/completions": "cmpl", "/v1/chat/completions": "chatcmpl", "/inference/v1/generate": "gen"}

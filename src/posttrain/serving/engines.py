@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from posttrain.domain.errors import InfrastructureError, InputError, JobFailedError, PosttrainError
+from posttrain.domain.errors import InfrastructureError, InputError, JobFailedError
 from posttrain.execution.processes import without_keys
 from posttrain.serving.texts import Texts
 
@@ -358,6 +358,7 @@ class Models:
             settings = await asyncio.to_thread(release.settings)
             texts = await asyncio.to_thread(Texts, Path(settings["folder"]))
             served = Served(release, texts, await EngineProcess.start({**self._settings, **settings}))
+            texts.context = served.context
             served.idle.set()
             served.ready.set()
             try:
@@ -408,12 +409,21 @@ class Models:
             log.error("the engine of %s ended and is started again", served.release.name)
             self.restarts += 1
             await asyncio.sleep(_AGAIN[min(tries, len(_AGAIN) - 1)])
+            if served not in self.loaded:
+                return
             try:
                 settings = await asyncio.to_thread(served.release.settings)
-                served.engine = await EngineProcess.start({**self._settings, **settings})
-                served.ready.set()
-            except PosttrainError as error:
-                log.error("the engine of %s cannot be started: %s", served.release.name, error)
+                engine = await EngineProcess.start({**self._settings, **settings})
+            except Exception as error:  # a full disk or too many processes, which may pass
+                self.trouble = f"the engine of {served.release.name} cannot be started: {error}"
+                log.error("%s", self.trouble)
+                continue
+            if served not in self.loaded:  # a switch while it started
+                await engine.kill()
+                return
+            served.engine = engine
+            served.ready.set()
+            self.trouble = ""
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)

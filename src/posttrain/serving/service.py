@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from posttrain.access.authenticators.token import TokenAuthenticator
@@ -32,7 +33,7 @@ from posttrain.app.workspace import Workspace
 from posttrain.data.refs import Source
 from posttrain.domain.adapters import base_files, has_adapter
 from posttrain.domain.canonical import digest_bytes
-from posttrain.domain.errors import AuthenticationError, InputError, IntegrityError, PosttrainError
+from posttrain.domain.errors import AuthenticationError, InputError, IntegrityError
 from posttrain.domain.lifecycle import RunState, is_final
 from posttrain.server import logs
 from posttrain.server.connections import Room, is_loopback, most_of, raise_files
@@ -109,6 +110,7 @@ class _Service:
         self, workspace: Workspace, word: str, first: NamedModel, how: Serving, say: Callable[[str], None]
     ) -> None:
         self._workspace, self._how, self._say = workspace, how, say
+        self._name = how.name or (first.ref.name if first.ref.source is Source.CHANNEL else word)
         self._first = self._release(first)
         self._made = first.made.run_id if first.made is not None and first.ref.source is Source.RUN else None
         ref = first.ref
@@ -118,7 +120,7 @@ class _Service:
         self._own_key = secrets.token_urlsafe(32)  # of commands and of the console, which may read the folder
         channel = ref.name if ref.source is Source.CHANNEL else None
         keys: Keys = _Keys(workspace, channel, self._own_key) if how.keys else NoKeys()
-        self._door = Door(how.name or self._channel or word, self._models, how.limits, keys)
+        self._door = Door(self._name, self._models, how.limits, keys)
 
     async def run(self, listening: Any, room: Room, url: str) -> None:
         """Load the model, and serve until a signal."""
@@ -178,6 +180,8 @@ class _Service:
             NotFoundError, InputError: there is no such adapter, or its base is another one.
         """
         adapters = {name: named_model(self._workspace, word) for name, word in self._how.adapters.items()}
+        if taken := adapters.keys() & {self._name, model.pinned.name, model.digest}:
+            raise InputError(f"adapter {min(taken)}: must not have the name of the served model; choose another name")
         base = self._base(model) if adapters else None
         for name, one in adapters.items():
             if self._base(one) != base or not has_adapter(tree_listing(self._workspace.blobs, one.digest)):
@@ -189,7 +193,17 @@ class _Service:
         return replace(self._of(model), adapters=named)
 
     def _of(self, model: NamedModel) -> Release:
-        return Release(model.pinned.name, model.digest, partial(model.folder, self._workspace))
+        return Release(model.pinned.name, model.digest, partial(self._folder, model))
+
+    def _folder(self, model: NamedModel) -> Path:
+        """Return the files of a model.
+
+        Raises:
+            IntegrityError: the files are outside of the store, and changed after the start.
+        """
+        if model.ref.on_disk and named_model(self._workspace, model.word).digest != model.digest:
+            raise IntegrityError(f"{model.word}: its files must not change while it is served; start the server again")
+        return model.folder(self._workspace)
 
     def _base(self, model: NamedModel) -> Any:
         return base_files(tree_listing(self._workspace.blobs, model.digest))
@@ -202,11 +216,12 @@ class _Service:
                 live = await asyncio.to_thread(self._workspace.ledger.channel, channel)
                 served = self._models.served
                 if live is None or (served is not None and live.model_digest == served.release.digest):
-                    self._models.trouble = ""
+                    if served is not None and served.ready.is_set():
+                        self._models.trouble = ""
                     continue
                 model = await asyncio.to_thread(named_model, self._workspace, f"channel:{channel}")
                 await self._models.use(await asyncio.to_thread(self._release, model))
-            except PosttrainError as error:
+            except Exception as error:  # whatever it is, the channel is still followed
                 if self._models.trouble != str(error):
                     log.error("channel %s: its live release is not served: %s", channel, error)
                 self._models.trouble = str(error)

@@ -18,6 +18,7 @@ from posttrain.data.fit import PlanTokenizer, open_tokenizer
 from posttrain.domain import rendering
 from posttrain.domain.errors import InputError
 
+_CHARACTERS = 256  # more than a token of any vocabulary has on average
 _ANCHOR = "a"  # a token's text is the text that it adds to this one: some decoders drop a text's first space
 
 
@@ -26,12 +27,15 @@ class Texts:
 
     Args:
         folder: the model's files.
+        context: maximum tokens of a prompt with its response.
 
     Raises:
         InputError: the tokenizer cannot be read without transformers.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, context: int = 1 << 30) -> None:
+        self.context = context
+
         def read(name: str) -> bytes | None:
             return (folder / name).read_bytes() if (folder / name).is_file() else None
 
@@ -40,6 +44,19 @@ class Texts:
             raise InputError(f"{folder}: a served model needs a tokenizer.json that tokenizers reads; save it again")
         self._plan: PlanTokenizer = found
         self._tokenizer: tokenizers.Tokenizer = found.tokenizer
+
+    def refuse_long(self, prompt: str | Sequence[int], field: str) -> None:
+        """Refuse a prompt that cannot fit in the context, before it is encoded.
+
+        Raises:
+            InputError: it has more token ids than the context, or more characters than as many tokens have at most.
+        """
+        most = self.context * (_CHARACTERS if isinstance(prompt, str) else 1)
+        if len(prompt) > most:
+            what = "characters" if isinstance(prompt, str) else "tokens"
+            raise InputError(
+                f"{field}: the context has {self.context} tokens, got {len(prompt)} {what}; shorten the prompt"
+            )
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Return the tokens of a prompt; with `special`, it begins like a prompt in training."""
@@ -55,6 +72,7 @@ class Texts:
         """
         if not self._plan.templated:
             raise InputError("messages: the model has no chat template; use /v1/completions")
+        self._plan.begin()
         try:
             text = self._plan.render(messages, generate=generate, tools=tools)
         except rendering.RAISED + self._plan.raised as error:
@@ -83,9 +101,9 @@ class Texts:
         text = self._piece(token)
         return text if self._named[text] == 1 else f"token_id:{token}"
 
-    def lengths(self, tokens: Sequence[int]) -> list[int]:
+    def lengths(self, tokens: Sequence[int], *, skip_special: bool = False) -> list[int]:
         """Return the length of the text before each token, in characters."""
-        stream, lengths, length = DecodeStream(skip_special_tokens=False), list[int](), 0
+        stream, lengths, length = DecodeStream(skip_special_tokens=skip_special), list[int](), 0
         for token in tokens:
             lengths.append(length)
             length += len(stream.step(self._tokenizer, token) or "")
@@ -119,6 +137,11 @@ class Growing:
         self._stream = DecodeStream(skip_special_tokens=skip_special)
         self._text, self._sent = "", 0
         self.tokens: list[int] = []
+
+    @property
+    def length(self) -> int:
+        """The characters so far."""
+        return len(self._text)
 
     def add(self, tokens: Sequence[int]) -> str:
         """Append tokens; return the text that they add for certain."""

@@ -65,7 +65,7 @@ class _Request(BaseModel):
 class CompletionRequest(_Request):
     """The body of `POST /v1/completions`."""
 
-    prompt: str | list[str] | list[Token] | list[list[Token]]
+    prompt: Any  # text, texts, token ids, or lists of them: see `_prompts`
     max_tokens: Count | None = _USUAL_TOKENS
     logprobs: Annotated[int, Field(ge=0, le=MOST_TOP)] | None = None
     echo: bool = False
@@ -99,7 +99,7 @@ class TokensRequest(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     model: str = ""
-    token_ids: Annotated[list[Token], Field(min_length=1)]
+    token_ids: Any
     sampling_params: SamplingRequest = SamplingRequest()
     stream: bool = False
     stream_options: dict[str, bool] | None = None
@@ -157,6 +157,34 @@ def _parsed(kind: type[M], body: Mapping[str, Any]) -> M:
     return validated(kind, given, "request")
 
 
+def _prompts(given: Any) -> list[Any]:
+    """Return the prompts of a completion request, each a text or a list.
+
+    Checked by hand: for a union, pydantic collects an error for each of a million tokens.
+    """
+    prompts = given if isinstance(given, list) and given and isinstance(given[0], str | list) else [given]
+    if len(prompts) > MOST_CHOICES:
+        raise InputError(f"prompt: must be at most {MOST_CHOICES} prompts, got {len(prompts)}; send fewer")
+    return prompts
+
+
+def _tokens_of(prompt: Any, texts: Texts, special: bool, field: str = "prompt") -> tuple[int, ...]:
+    """Return the tokens of one prompt.
+
+    Raises:
+        InputError: it is neither text nor token ids, or longer than the context in any case.
+    """
+    if not isinstance(prompt, str | list):
+        raise InputError(f"{field}: must be text, token ids, or a list of prompts, got {prompt!r:.60}; change it")
+    texts.refuse_long(prompt, field)
+    if isinstance(prompt, str):
+        return tuple(texts.encode(prompt, special=special))
+    odd = next((one for one in prompt if type(one) is not int or not 0 <= one < 2**31), None)
+    if odd is not None:
+        raise InputError(f"{field}: token ids must be whole numbers from 0, got {odd!r:.60}; change it")
+    return tuple(prompt)
+
+
 def asked_completion(body: Mapping[str, Any], name: str, seed: int, texts: Texts) -> Asked:
     """Return the common form of a completion request.
 
@@ -165,13 +193,7 @@ def asked_completion(body: Mapping[str, Any], name: str, seed: int, texts: Texts
         seed: of the sampling, if the request has none.
     """
     asked = _parsed(CompletionRequest, body)
-    prompts = asked.prompt
-    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
-        prompts = [prompts]  # type: ignore[assignment]
-    encoded = tuple(
-        tuple(texts.encode(one, special=asked.add_special_tokens) if isinstance(one, str) else one)  # type: ignore[arg-type]
-        for one in prompts
-    )
+    encoded = tuple(_tokens_of(one, texts, asked.add_special_tokens) for one in _prompts(asked.prompt))
     scored = asked.echo and asked.logprobs is not None
     return Asked(
         "completion", name, asked.model, encoded, asked.n, asked.max_tokens,
@@ -187,6 +209,7 @@ def asked_chat(body: Mapping[str, Any], name: str, seed: int, texts: Texts) -> A
     if asked.top_logprobs is not None and not asked.logprobs:
         raise InputError("top_logprobs: needs logprobs: true, got false; set it")
     messages = [_message(message, place) for place, message in enumerate(asked.messages)]
+    texts.refuse_long("".join(str(one["content"]) for one in messages), "messages")
     tools = None if asked.tool_choice == "none" else asked.tools
     prompt = texts.chat(messages, tools, generate=asked.add_generation_prompt)
     return Asked(
@@ -199,9 +222,9 @@ def asked_chat(body: Mapping[str, Any], name: str, seed: int, texts: Texts) -> A
 def asked_tokens(body: Mapping[str, Any], name: str, seed: int, texts: Texts) -> Asked:
     """Return the common form of a request for tokens; see `asked_completion`."""
     asked = _parsed(TokensRequest, body)
-    params = asked.sampling_params
+    params, prompt = asked.sampling_params, _tokens_of(asked.token_ids, texts, False, "token_ids")
     return Asked(
-        "tokens", name, asked.model, (tuple(asked.token_ids),), params.n, params.max_tokens,
+        "tokens", name, asked.model, (prompt,), params.n, params.max_tokens,
         _sampling(params, seed), params.logprobs, params.prompt_logprobs,
         stream=asked.stream or params.stream, usage=_usage(asked.stream_options), ids=True,
     )  # fmt: skip
@@ -259,6 +282,7 @@ class Choice:
     by: str | None  # what ended it: end, string, truncated or aborted; None: more follows
     logprobs: list[float] = field(default_factory=list)  # of `tokens`
     tops: list[Mapping[int, float]] = field(default_factory=list)  # token → log-probability, for each of `tokens`
+    offset: int = 0  # characters of the response before `tokens`
     before: list[float] = field(default_factory=list)  # of the prompt, without its first token
     before_tops: list[Mapping[int, float]] = field(default_factory=list)
 
@@ -310,12 +334,14 @@ def _completion(asked: Asked, one: Choice, texts: Texts, chunk: bool, first: boo
     if asked.top is not None:
         tokens = [*(one.prompt if echoed else ()), *one.tokens]
         logprobs: list[float | None] = [*([None, *one.before] if echoed else []), *one.logprobs]
+        begin = one.offset + (len(texts.decode(one.prompt, skip_special=asked.skip_special)) if asked.echo else 0)
+        begin = 0 if echoed else begin
         tops = [*([None, *one.before_tops] if echoed else []), *one.tops]
         found["logprobs"] = {
             "tokens": [texts.name(token) for token in tokens],
             "token_logprobs": logprobs,
             "top_logprobs": [top and {texts.name(token): value for token, value in top.items()} for top in tops],
-            "text_offset": texts.lengths(tokens),
+            "text_offset": [begin + place for place in texts.lengths(tokens, skip_special=asked.skip_special)],
         }
     return found
 

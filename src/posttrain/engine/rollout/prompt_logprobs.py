@@ -61,11 +61,11 @@ def _scored(model: LanguageModel, texts: Sequence[Sequence[int]], top: int) -> I
         scores = logits.log_softmax(-1)
         said = scores[: len(following)].gather(1, following[:, None])[:, 0]
         likeliest = scores.topk(top, -1)
-        if not bool(said.isfinite().all()):
-            raise JobFailedError("policy logits must be finite, got NaN or infinity while scoring; the policy diverged")
-        found.append((_numpy(said), likeliest.indices.int().cpu().numpy(), _numpy(likeliest.values)))
         here = lasts[(lasts >= begin) & (lasts < begin + len(logits))] - begin
         ended = scores[torch.from_numpy(here).to(model.device)].topk(max(1, top), -1)
+        if not bool(said.isfinite().all() and ended.values[:, 0].isfinite().all()):
+            raise JobFailedError("policy logits must be finite, got NaN or infinity while scoring; the policy diverged")
+        found.append((_numpy(said), likeliest.indices.int().cpu().numpy(), _numpy(likeliest.values)))
         after += zip(ended.indices.int().cpu().numpy(), _numpy(ended.values), strict=True)
     each, tops, values = (np.concatenate(parts) for parts in zip(*found, strict=True))
     end = 0

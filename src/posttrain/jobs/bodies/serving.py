@@ -48,6 +48,7 @@ def serve(asked: tuple[Mapping[str, Any], IO[str]]) -> Iterator[Mapping[str, Any
     device, tokenizer = settled_device(runtime), load_tokenizer(folder)
     model = ModelSource(folder, runtime.dtype).open(device)
     adapters = {name: Path(place) for name, place in request.get("adapters", {}).items()}
+    _refuse_broken(model, request["folder"])
     if adapters and attached(model.module) is None:
         attach_saved(model.module, next(iter(adapters.values())))
     rollout = open_rollout(model, request.get("kv_cache"), texts=StopStrings(tokenizer))
@@ -67,6 +68,13 @@ def serve(asked: tuple[Mapping[str, Any], IO[str]]) -> Iterator[Mapping[str, Any
     yield from Serving(rollout).answers(orders)
 
 
+def _refuse_broken(model: LanguageModel, name: str) -> None:
+    """Raise InputError if a weight is not finite: one response with NaN ends all responses in progress."""
+    wrong = next((at for at, part in model.module.named_parameters() if not bool(part.isfinite().all())), None)
+    if wrong is not None:
+        raise InputError(f"{name}: weights must be finite, got NaN or infinity in {wrong}; serve another model")
+
+
 def _keep(model: LanguageModel, rollout: RolloutEngine, folder: Path, adapters: Mapping[str, Path]) -> None:
     """Serve adapters of the model's base, each under its name.
 
@@ -81,6 +89,7 @@ def _keep(model: LanguageModel, rollout: RolloutEngine, folder: Path, adapters: 
     for name, place in adapters.items():
         read_adapter(place).refuse_other(own, name)
         fill(module, place)
+        _refuse_broken(model, name)
         rollout.keep(name)
     if in_folder(folder):
         fill(module, folder)
