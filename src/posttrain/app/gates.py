@@ -262,9 +262,9 @@ def _contents(path: Path) -> tuple[str, Mapping[str, Evidence], Sequence[Measure
 def _parquet(path: Path) -> dict[str, Evidence]:
     try:
         deque(read_file(path, str(path)), maxlen=0)  # rejects a file that unpacks to far more than its size
-        lacking = [name for name in _COLUMNS if name not in pyarrow.parquet.read_schema(path).names]
-        if lacking:
-            raise InputError(f"{path}: must have the columns {', '.join(_COLUMNS)}, got no {lacking[0]}; add it")
+        absent = [name for name in _COLUMNS if name not in pyarrow.parquet.read_schema(path).names]
+        if absent:
+            raise InputError(f"{path}: must have the columns {', '.join(_COLUMNS)}, got no {absent[0]}; add it")
         found = read_evidence(path.read_bytes(), str(path))
     except (InputError, IntegrityError) as error:
         raise InputError(_complete(str(error))) from error

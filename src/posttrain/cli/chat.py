@@ -81,15 +81,14 @@ def chat(
 def _talker(stack: ExitStack, name: str, runtime: list[str]) -> Talker:
     """Return the server of a channel on this machine, or one that runs until the stack closes."""
     from posttrain.app.workspace import find_workspace
-    from posttrain.client.chats import Talker, started
+    from posttrain.client.chats import running, started
     from posttrain.domain.records import DEFAULT_PROJECT
-    from posttrain.workspace.served import model_at
 
     if not os.environ.get(SERVER_VARIABLE):
         project = os.environ.get(PROJECT_VARIABLE) or DEFAULT_PROJECT
-        if found := model_at(find_workspace(), project, name):
+        if found := running(find_workspace(), project, name):
             aside(f"{name} is served at {found.url}")
-            return Talker(found.url, found.key, name)
+            return found
     aside(f"loading {name}")
     talker = stack.enter_context(started(name, runtime))
     aside(f"{name} is {talker.release} {digest(talker.digest)}")

@@ -12,10 +12,12 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from posttrain.domain.errors import AccessError, BusyError, InfrastructureError, InputError, PosttrainError
+from posttrain.workspace.served import model_at
 
 _SECONDS = 600.0  # within which the next piece of an answer must arrive
 KEY = "POSTTRAIN_KEY"  # the variable with the key of a server at another address
@@ -118,6 +120,12 @@ def _refused(status: int, data: bytes) -> PosttrainError:
     )
     kinds: Mapping[int, type[PosttrainError]] = {401: AccessError, 403: AccessError, 429: BusyError}
     return kinds.get(status, InputError if status < 500 else InfrastructureError)(message[:_SHOWN])
+
+
+def running(root: Path, project: str, channel: str) -> Talker | None:
+    """Return the newest served model of a channel of a workspace on this machine; None: there is none."""
+    found = model_at(root, project, channel)
+    return None if found is None else Talker(found.url, found.key, channel)
 
 
 @contextmanager

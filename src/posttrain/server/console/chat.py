@@ -15,13 +15,12 @@ from typing import Any
 from fastapi import Request, Response
 from starlette.responses import StreamingResponse
 
-from posttrain.client.chats import Message, Talker
+from posttrain.client.chats import Message, Talker, running
 from posttrain.domain.errors import InputError, NotFoundError, PosttrainError
 from posttrain.server.console import visits
 from posttrain.server.console.visits import HEADERS, Visit, failed
 from posttrain.server.limits import FOLLOW, HEAVY, in_thread
 from posttrain.server.operations import Server
-from posttrain.workspace.served import model_at
 
 _LINES = "application/x-ndjson"
 _MOST = 48 << 10  # characters of a conversation
@@ -41,7 +40,7 @@ def _page(visit: Visit, names: list[str], talks: list[list[Message]] | None = No
     if odd := next((name for name in names if name not in known), None):
         raise NotFoundError(f"there is no channel {odd[:80]!r}")
     root = visit.server.workspace.root
-    served = [name for name in known if model_at(root, visit.project, name)]
+    served = [name for name in known if running(root, visit.project, name)]
     columns = [(name, talk, json.dumps(talk)) for name, talk in zip(names, talks or [[] for _ in names], strict=True)]
     absent = [name for name in names if name not in served]
     return visit.page("chat", name=names[0], columns=columns, served=served, absent=absent, wrong=wrong)
@@ -99,10 +98,10 @@ async def _lines(pieces: Iterator[str], talk: Talker, held: AsyncExitStack) -> A
 
 def _talker(visit: Visit, name: str) -> Talker:
     visit.control.channel(name)  # raises if the visitor may not see it
-    found = model_at(visit.server.workspace.root, visit.project, name)
+    found = running(visit.server.workspace.root, visit.project, name)
     if found is None:
         raise InputError(f"channel {name[:80]} is not served on this machine: posttrain serve-model {name[:80]}")
-    return Talker(found.url, found.key, name)
+    return found
 
 
 def _message(visit: Visit) -> Message:
