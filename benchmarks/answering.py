@@ -7,7 +7,8 @@ Both servers serve the same weights in float32 over `/v1/completions`, on one th
 otherwise. Each client sends its next request when it has its answer: a prompt of 64 token ids, and 64 tokens, greedy
 and past any end of sequence, without a stream. The rounds of the two servers alternate. Figures: generated tokens per
 second, and milliseconds from a request's first byte to the answer's last one, over the requests of all rounds; ratios
-are the median of the rounds' ratios. The target is the throughput of vLLM's server.
+are the median of the rounds' ratios. The row `decoder` is the bound: the decoder without a server. The target is the
+throughput of vLLM's server.
 """
 
 from __future__ import annotations
@@ -30,11 +31,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from urllib.error import URLError
 
+import torch
 from transformers import PreTrainedTokenizerFast
 
 from benchmarks.judging import at_least, judge
 from benchmarks.rollout import SIZES, build_module
 from posttrain.engine.models.files import character_tokenizer
+from posttrain.engine.models.language_model import adopt_module
+from posttrain.engine.rollout.backends.native import NativeRollout
+from posttrain.engine.rollout.port import Generation, SamplingParams
 
 PROMPT, TOKENS, CLIENTS = 64, 64, (1, 16, 64)
 TARGET = 1.0  # ratio of throughputs
@@ -50,7 +55,10 @@ _VLLM = {
 
 @dataclass(frozen=True)
 class Row:
-    """The figures of one server at a number of clients; ratios to the other server, NaN without one."""
+    """The figures of one server at a number of clients; ratios to the other server, NaN without one.
+
+    The server `decoder` is the bound: the decoder alone, in one process.
+    """
 
     server: str
     clients: int
@@ -82,12 +90,14 @@ def main() -> None:
     options = parser.parse_args()
     if options.tiny:
         options.clients, options.requests, options.rounds = (2,), 2, 1
+    decoder = [_decoder(options.size, clients, options) for clients in options.clients]
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
         folder = _model(Path(scratch), options.size)
         servers = [stack.enter_context(_posttrain(Path(scratch), folder, options.threads))]
         if options.vllm:
             servers.append(stack.enter_context(_vllm(Path(scratch), folder, options.vllm, options.threads)))
         rows = [row for clients in options.clients for row in _measured(servers, clients, options)]
+    rows = [*decoder, *rows]
     print(f"{'server':<10} {'clients':>7} {'tokens/s':>9} {'p50 ms':>8} {'p99 ms':>8} {'ratio':>6}")
     for row in rows:
         print(f"{row.server:<10} {row.clients:>7} {row.tokens_per_second:>9.0f} {row.p50_ms:>8.1f} {row.p99_ms:>8.1f} "
@@ -100,6 +110,21 @@ def main() -> None:
         if row.server == "posttrain" and options.vllm
     ]
     judge(claims, full=not options.tiny)
+
+
+def _decoder(size: str, rows: int, options: argparse.Namespace) -> Row:
+    """Return the bound: the rate of the decoder in this process, with as many rows as there are clients."""
+    torch.set_num_threads(options.threads)
+    engine, best, dice = NativeRollout(adopt_module(build_module(512, size))), 0.0, random.Random(0)
+    for number in range(options.rounds + 1):
+        sampling = SamplingParams(TOKENS, greedy=True, ignore_eos=True)
+        prompts = [tuple(dice.randrange(10, 400) for _ in range(PROMPT)) for _ in range(rows)]
+        begun, done = time.perf_counter(), 0
+        engine.submit([Generation(f"{number}.{at}", one, at, sampling, TOKENS) for at, one in enumerate(prompts)])
+        while done < rows:
+            done += len(engine.completed(60))
+        best = max(best, rows * TOKENS / (time.perf_counter() - begun))
+    return Row("decoder", rows, best, float("nan"), float("nan"), float("nan"))
 
 
 def _model(scratch: Path, size: str) -> Path:

@@ -6,14 +6,12 @@ import copy
 import json
 import os
 import signal
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from peft import PeftModel
-from served_model import serving
 from tiny_run import RUN
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from workbench import Workbench
@@ -206,31 +204,3 @@ def test_a_whole_model_is_not_trained_where_it_has_an_adapter(bench: Workbench) 
         "stages.grpo: model sft has an adapter, but the stage trains whole models; add adapter: {lora: {rank: 4"
         in error
     )
-
-
-def test_adapters_of_one_base_are_served_by_name(template: Workbench, tmp_path: Path) -> None:
-    """Each answers as it does alone, also beside the others, with its own digest and log-probabilities."""
-    bench = template.copy(tmp_path / "named")
-    adapted(bench)
-    bench.run("run", "run.yaml")
-    whole = {"temperature": 0, "max_tokens": 24, "ignore_eos": True, "logprobs": 1, "echo": True}
-    alone: dict[str, Any] = {}
-    for name, model in (("sft", "tiny/sft"), ("grpo", "tiny/grpo"), ("base", "model:tiny")):
-        with serving(bench, model) as served:
-            alone[name] = served.complete("Q: 31\nA:", **whole)
-    words = ("--adapter", "sft=tiny/sft", "--adapter", "grpo=tiny/grpo")
-    with serving(bench, "model:tiny", *words) as served:
-        known = {one["id"]: one["digest"] for one in served.ask("/v1/models")[2]["data"]}
-        assert known == {"model:tiny": alone["base"]["system_fingerprint"],
-                         **{name: alone[name]["system_fingerprint"] for name in ("sft", "grpo")}}  # fmt: skip
-        with ThreadPoolExecutor(6) as clients:
-            names = ["sft", "grpo", "model:tiny"] * 8
-            answers = list(clients.map(lambda name: served.complete("Q: 31\nA:", model=name, **whole), names))
-    for name, answer in zip(names, answers, strict=True):
-        wanted = alone[name if name in alone else "base"]
-        assert answer["model"] == name
-        assert answer["system_fingerprint"] == wanted["system_fingerprint"]
-        assert answer["choices"] == wanted["choices"]
-    assert len({str(one["choices"]) for one in alone.values()}) == 3
-    refused = bench.run("serve-model", "tiny/grpo", "--adapter", "base=model:tiny", code=None)
-    assert (refused.code, "no adapter" in refused.err) == (2, True)

@@ -1,8 +1,9 @@
-"""Every natively decoded family, and one that is not, behind a served model: tokens, texts and log-probabilities."""
+"""Natively decoded families, one that is not, and adapters by name: tokens, texts and log-probabilities."""
 
 from __future__ import annotations
 
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from served_model import serving
+from test_adapted_runs import adapted
 from transformers import AutoModelForCausalLM
 from workbench import Workbench
 
@@ -58,3 +60,31 @@ def test_a_served_family_is_the_one_of_transformers(family: str, tmp_path: Path)
             assert any("�" in text or "é" in text for text in whole), "some characters are of several tokens"
         assert served.ask("/health")[2]["compared"] is None, "no evaluation recorded anything"
         assert served.end() == 0
+
+
+def test_adapters_of_one_base_are_served_by_name(template: Workbench, tmp_path: Path) -> None:
+    """Each answers as it does alone, also beside the others, with its own digest and log-probabilities."""
+    bench = template.copy(tmp_path / "named")
+    adapted(bench)
+    bench.run("run", "run.yaml")
+    whole = {"temperature": 0, "max_tokens": 24, "ignore_eos": True, "logprobs": 1, "echo": True}
+    alone: dict[str, Any] = {}
+    for name, model in (("sft", "tiny/sft"), ("grpo", "tiny/grpo"), ("base", "model:tiny")):
+        with serving(bench, model) as served:
+            alone[name] = served.complete("Q: 31\nA:", **whole)
+    words = ("--adapter", "sft=tiny/sft", "--adapter", "grpo=tiny/grpo")
+    with serving(bench, "model:tiny", *words) as served:
+        known = {one["id"]: one["digest"] for one in served.ask("/v1/models")[2]["data"]}
+        assert known == {"model:tiny": alone["base"]["system_fingerprint"],
+                         **{name: alone[name]["system_fingerprint"] for name in ("sft", "grpo")}}  # fmt: skip
+        with ThreadPoolExecutor(6) as clients:
+            names = ["sft", "grpo", "model:tiny"] * 8
+            answers = list(clients.map(lambda name: served.complete("Q: 31\nA:", model=name, **whole), names))
+    for name, answer in zip(names, answers, strict=True):
+        wanted = alone[name if name in alone else "base"]
+        assert answer["model"] == name
+        assert answer["system_fingerprint"] == wanted["system_fingerprint"]
+        assert answer["choices"] == wanted["choices"]
+    assert len({str(one["choices"]) for one in alone.values()}) == 3
+    refused = bench.run("serve-model", "tiny/grpo", "--adapter", "base=model:tiny", code=None)
+    assert (refused.code, "no adapter" in refused.err) == (2, True)

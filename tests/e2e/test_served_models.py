@@ -19,7 +19,7 @@ from served_model import ServedModel, children, serving
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from workbench import Reference, Workbench
 
-pytestmark = [pytest.mark.journey, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 MODEL = "tiny/sft"
 PLAIN: dict[str, Any] = {"skip_special_tokens": False}  # as `sample` prints responses
 WHOLE = {**PLAIN, "max_tokens": 20, "ignore_eos": True}
@@ -54,6 +54,7 @@ def sampled(folder: Workbench, *words: str) -> list[str]:
     return [answer["text"] for answer in found["answers"]]
 
 
+@pytest.mark.journey
 def test_it_answers_as_sample_does(served: ServedModel, folder: Workbench) -> None:
     assert served.texts(PROMPTS, max_tokens=20, **PLAIN) == sampled(folder, "--temperature", "0")
     drawn = sampled(folder, "--temperature", "0.8", "-n", "2", "--seed", "7")
@@ -229,6 +230,7 @@ def test_a_client_that_leaves_frees_its_turn(folder: Workbench) -> None:
         assert alone.texts("Q", max_tokens=3)
 
 
+@pytest.mark.journey
 def test_it_follows_the_channel_through_releases_and_rollbacks_under_load(bench: Workbench) -> None:
     """No request fails, and every answer is that of the model whose digest it names."""
     with serving(bench, "prod") as served:
@@ -265,6 +267,7 @@ def test_it_follows_the_channel_through_releases_and_rollbacks_under_load(bench:
         assert served.end() == 0
 
 
+@pytest.mark.journey
 def test_an_engine_and_a_server_that_are_killed(bench: Workbench) -> None:
     with serving(bench, "prod") as served:
         expected = served.texts(PROMPTS, max_tokens=20)
