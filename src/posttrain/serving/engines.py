@@ -72,7 +72,6 @@ class EngineProcess:
     def __init__(self, process: asyncio.subprocess.Process, words: IO[bytes]) -> None:
         self._process, self._words = process, words
         self._waiting: dict[str, asyncio.Queue[Part | Scored | Exception]] = {}
-        self._writing = asyncio.Lock()
         self._reader: asyncio.Task[None] | None = None
         self.facts: Mapping[str, Any] = {}  # what `jobs.bodies.serving.serve` answers first
 
@@ -108,11 +107,6 @@ class EngineProcess:
     def running(self) -> bool:
         """Whether the process answers."""
         return self._reader is not None and not self._reader.done()
-
-    @property
-    def pid(self) -> int:
-        """The process's id."""
-        return self._process.pid
 
     async def ended(self) -> None:
         """Wait until the process has ended."""
