@@ -95,7 +95,8 @@ SLOW = (
         ),
     ),
     Lane(
-        "slow-server", 6, _source("access", "api", "client", "events", "server", "telemetry", "trackers", "workspace"),
+        "slow-server", 8,
+        _source("access", "api", "client", "events", "server", "serving", "telemetry", "trackers", "workspace"),
         files=(
             *_tests("contract", "tracker_kills", "tracker_trouble"),
             *_tests("e2e", "operated", "served", "served_families", "served_models", "served_ordeal",

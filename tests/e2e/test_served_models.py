@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -214,15 +214,13 @@ def test_a_bad_request_gets_one_line_and_the_right_status(served: ServedModel) -
 
 
 def test_a_client_that_leaves_frees_its_turn(folder: Workbench) -> None:
-    import http.client
-
     with serving(folder, "prod", "--concurrency", "1", "--queue", "1") as alone:
-        long = json.dumps({"prompt": "Q", "max_tokens": 90, "n": 256, "ignore_eos": True, "stream": True}).encode()
+        long = json.dumps({"prompt": "Q", "max_tokens": 90, "n": 256, "ignore_eos": True}).encode()
         clients = []
-        for _ in range(2):
+        for count in ("running 256.0", "waiting 1.0"):
             clients.append(http.client.HTTPConnection(alone.host))
             clients[-1].request("POST", "/v1/completions", long)
-            time.sleep(0.3)
+            folder.wait(count, lambda count=count: f"posttrain_served_{count}" in alone.ask("/metrics")[2])
         status, headers, found = alone.ask("/v1/completions", {"prompt": "Q"})
         assert (status, headers.get("retry-after")) == (429, "1"), found
         for client in clients:

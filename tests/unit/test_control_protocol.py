@@ -20,7 +20,12 @@ from posttrain.domain.errors import ConflictError, InfrastructureError
 
 VERBS = frozenset(control.VERBS)
 CLI = Path(control.__file__).parents[1] / "cli"
-LOCAL = {"demo.py", "service.py", "workspace.py"}  # init, demo, serve, doctor: they are of this machine
+LOCAL = {
+    "chat.py",
+    "demo.py",
+    "service.py",
+    "workspace.py",
+}  # init, demo, serve, doctor, chat: they are of this machine
 
 
 class Far:

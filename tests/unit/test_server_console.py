@@ -59,8 +59,8 @@ def pages(world: ConsoleWorld) -> list[str]:
         *(f"{HOME}/channels", f"{HOME}/channels/prod", f"{HOME}/channels/{evil}", f"{HOME}/channels/guarded"),
         *(f"{HOME}/runs-table", f"{HOME}/runs-table?sort={quote(ATTACK)}&where={quote(ATTACK)}", f"{HOME}/approvals"),
         *(f"{HOME}/audit", f"{HOME}/audit?of=prod", f"{HOME}/audit?of={world.run}"),
-        *(f"{HOME}/channels/prod/rollback", f"{HOME}/channels/prod/rollback?to=1", "/login"),
         *(f"{HOME}/channels/prod/chat", f"{HOME}/channels/{evil}/chat?other=prod"),
+        *(f"{HOME}/channels/prod/rollback", f"{HOME}/channels/prod/rollback?to=1", "/login"),
     ]
 
 

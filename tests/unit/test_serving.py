@@ -202,9 +202,11 @@ def played(play: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(play())  # type: ignore[arg-type]
 
 
-async def settled() -> None:
-    for _ in range(20):
-        await asyncio.sleep(0.001)
+async def until(condition: Callable[[], Any]) -> None:
+    """Wait for a state."""
+    async with asyncio.timeout(300):
+        while not condition():
+            await asyncio.sleep(0.001)
 
 
 def test_a_request_keeps_the_model_with_which_it_began(models: Any, tmp_path: Path) -> None:
@@ -218,11 +220,11 @@ def test_a_request_keeps_the_model_with_which_it_began(models: Any, tmp_path: Pa
             async with made.lease() as second:
                 assert (first.release.name, second.release.name) == ("prod@1", "prod@2")
                 third = asyncio.create_task(made.use(release(3, tmp_path)))
-                await settled()
+                await asyncio.sleep(0)
                 assert not third.done(), "it waits, so that two models are in memory"
                 assert (first.engine.running, FakeProcess.alive) == (True, 2)
         await third
-        await settled()
+        await until(lambda: len(made.loaded) == 1)
         assert [one.release.name for one in made.loaded] == ["prod@3"]
         assert (FakeProcess.most, made.switches, made.trouble) == (2, 3, "")
         await made.close()
@@ -239,7 +241,7 @@ def test_a_rollback_takes_back_a_model_that_still_answers(models: Any, tmp_path:
             await made.use(release(1, tmp_path))
             async with made.lease() as now:
                 assert now is first
-        await settled()
+        await until(lambda: len(made.loaded) == 1)
         assert [one.release.name for one in made.loaded] == ["prod@1"]
         assert first.engine.running
         await made.close()
@@ -278,9 +280,9 @@ def test_an_engine_that_ends_is_started_again_and_requests_wait_for_it(models: A
         before = made.served.engine
         settings["broken"] = True
         before._end()
-        await settled()
+        await until(lambda: "broken weights" in made.trouble)
         waiting = asyncio.create_task(made.lease().__aenter__())
-        await settled()
+        await asyncio.sleep(0)
         assert not waiting.done()
         settings["broken"] = False
         served = await waiting
@@ -303,8 +305,7 @@ def test_an_engine_that_starts_again_while_its_model_leaves_is_ended(models: Any
             await asyncio.sleep(0)
             first.engine._end()
             await switch
-        await settled()
-        assert FakeProcess.alive == len(made.loaded) == 1
+        await until(lambda: FakeProcess.alive == len(made.loaded) == 1)
         await made.close()
 
     played(play)
@@ -323,11 +324,9 @@ def test_an_error_of_the_machine_does_not_end_the_restarts(
 
         monkeypatch.setattr(EngineProcess, "start", full)
         made.served.engine._end()
-        await settled()
-        assert "No space left" in made.trouble
+        await until(lambda: "No space left" in made.trouble)
         monkeypatch.setattr(EngineProcess, "start", before)
-        await settled()
-        assert (made.served.engine.running, made.trouble) == (True, "")
+        await until(lambda: made.served.engine.running and not made.trouble)
         await made.close()
 
     played(play)

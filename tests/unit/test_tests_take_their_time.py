@@ -33,6 +33,9 @@ _LOW = "PartitionName=low Nodes=ada,bob Default=YES PriorityTier=1 PreemptMode=R
 ALLOWED = {
     ("e2e/test_clusters.py", _SLOW): "the reward's own work",
     ("ray_cluster.py", "time.sleep(1.0)"): POLL,
+    ("e2e/test_served_ordeal.py", "time.sleep(0.1)"): "a client's own wait before it asks again",
+    ("unit/test_serving.py", "await asyncio.sleep(0)"): TURN,
+    ("unit/test_serving.py", "await asyncio.sleep(0.001)"): POLL,
     ("slurm_cluster.py", _LOW): "Slurm's own, in which a job writes its checkpoint; it is killed later than that",
     ("slurm_cluster.py", "time.sleep(0.1)"): POLL,
     ("e2e/test_fuzz.py", "time.sleep(0.02)"): "a reward's own work",

@@ -256,9 +256,10 @@ def token_ls(output: OutputOption = Output.TEXT) -> None:
 def _show(issued: Issued, output: Output) -> None:
     token = issued.token
     answer_json(output, lambda: {"secret": issued.secret, **asdict(token)})
-    until = moment(token.expires_at)
+    until, key = moment(token.expires_at), _permits(token).startswith("calls ")
     say(
-        f"token {token.id} of {token.actor}, {_permits(token)}, valid until {until}; it is shown only once:",
+        f"token {token.id} of {token.actor}, {'' if key else 'with at most the role '}{_permits(token)}, valid until "
+        f"{until}; it is shown only once:",
         issued.secret,
     )
 
@@ -276,7 +277,7 @@ def _permits(token: Token) -> str:
 
     [(project, scope)] = token.scopes.items()
     called = scope.removeprefix(CALLS)
-    return f"at most {scope} of {project}" if called == scope else f"calls channel {called} of {project}"
+    return f"{scope} of {project}" if called == scope else f"calls channel {called} of {project}"
 
 
 def _say_now(line: str) -> None:
