@@ -48,7 +48,7 @@ DIGEST_HEADER = "posttrain-model-digest"
 MOST_BODY = 8 << 20  # bytes
 _PATIENCE = 60.0  # seconds within which a client must send its body, and read each piece of an answer
 _OTHER_METHOD = 405
-_SURROGATE = re.compile(rb"\\\\u[dD][89a-fA-F]")
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _RETRY = {"retry-after": "1"}
 _STATUS: tuple[tuple[type[PosttrainError], int, str], ...] = (
     (AuthenticationError, 401, "authentication_error"),
