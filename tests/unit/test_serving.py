@@ -68,6 +68,20 @@ def test_a_text_in_pieces_is_the_text(
         assert not any(one in whole for one in stop)
 
 
+@pytest.mark.parametrize("skip", [True, False])
+def test_a_stop_string_of_several_tokens_is_held_back_and_cut_off(texts: Texts, skip: bool) -> None:
+    special, a, b, c = families.tokenizer().convert_tokens_to_ids(["</s>", "a", "b", "c"])
+    for stop, tokens, shown in (
+        (["bc"], [a, b, c], "a"),
+        (["abc"], [a, b, c], ""),
+        (["bc"], [special, a, special, b, c], "a" if skip else "</s>a</s>"),
+        (["c"], [special, special, special, c], "" if skip else "</s></s></s>"),
+    ):
+        growing = Growing(texts, stop, skip_special=skip)
+        pieces = [*(growing.add([token]) for token in tokens[:-1]), growing.end(tokens[-1:], "string")]
+        assert "".join(pieces) == shown, (stop, tokens)
+
+
 def test_long_conversations_use_up_no_time_of_others(tmp_path: Path) -> None:
     tokenizer = families.tokenizer()
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
