@@ -336,6 +336,18 @@ def test_files_that_change_under_a_served_folder_are_not_served(bench: Workbench
         assert served.end() == 0
 
 
+def test_a_model_in_bfloat16_and_under_other_names(bench: Workbench) -> None:
+    """It is compared within the tolerance of its dtype, and commands find it whatever its name in requests is."""
+    with serving(bench, "channel:prod", "--dtype", "bfloat16", "--name", "other") as served:
+        found = served.ask("/health")[2]
+        assert (found["status"], found["model"], 0 < found["compared"] < 0.5) == ("serving", "other", True)
+        for name in ("other", "channel:prod", found["release"], found["digest"]):
+            assert len(served.complete(PROMPTS[0], model=name, logprobs=1, **WHOLE)["choices"]) == 1
+        assert "served at" in bench.run("chat", "prod", "hi").err
+    for word in ("prod@1", "channel:prod"):
+        assert bench.run("chat", word, "hi", "-o", "json").json[0]["model"] == word
+
+
 def test_two_servers_of_a_channel_are_known(bench: Workbench) -> None:
     with serving(bench, "prod") as first:
         with serving(bench, "prod") as second:

@@ -8,15 +8,19 @@ import queue
 import sys
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings, strategies as st
 
 from posttrain.domain.errors import BusyError, InputError, IntegrityError, JobFailedError
+from posttrain.engine.models.adapters import write_adapter
+from posttrain.engine.models.language_model import adopt_module
+from posttrain.engine.rollout.backends.native import NativeRollout
 from posttrain.engine.rollout.backends.scripted import ScriptedRollout
-from posttrain.jobs.bodies.serving import END, Serving
-from posttrain.serving import engines
+from posttrain.jobs.bodies.serving import END, Serving, _keep as keep
+from posttrain.serving import engines, service
 from posttrain.serving.app import Limits, Turns
 from posttrain.serving.engines import EngineLostError, EngineProcess, Models, Release, Served
 from posttrain.serving.texts import Growing, Texts
@@ -346,6 +350,49 @@ def test_an_error_of_the_machine_does_not_end_the_restarts(
         await made.close()
 
     played(play)
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "apart", "served"),
+    [
+        (("float32", "float32"), [0.0, 9e-4] + [0.0] * 20, True),
+        (("float32", "float32"), [2e-3] + [0.0] * 99, False),
+        (("float32", "float32"), [5e-4] * 5, False),
+        (("float32", "float32"), [float("nan"), 0.0], False),
+        (("float32", "float32"), [0.0, float("nan")], False),
+        (("float32", "bfloat16"), [0.3] + [0.01] * 20, True),
+        (("bfloat16", "bfloat16"), [0.1] * 5, False),
+        (("bfloat16", "bfloat16"), [0.6] + [0.0] * 99, False),
+    ],
+)
+def test_a_release_must_have_the_recorded_log_probabilities(
+    dtypes: tuple[str, str], apart: list[float], served: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded = {"texts": [[1] * (len(apart) + 1)], "logprobs": [[-1.0] * len(apart)], "dtype": dtypes[0]}
+    monkeypatch.setattr(service, "recorded_logprobs", lambda workspace, digest: recorded)
+
+    async def score(asked: dict[str, list[int]], top: int) -> dict[str, Any]:
+        return {name: SimpleNamespace(logprobs=[-1.0 - one for one in apart]) for name in asked}
+
+    engine = SimpleNamespace(score=score, facts={"dtype": dtypes[1], "context": 64})
+    model = Served(release(1, Path()), SimpleNamespace(), engine)  # type: ignore[arg-type]
+    mine = SimpleNamespace(_how=SimpleNamespace(limits=Limits()), _workspace=None)
+    check = service._Service._check(mine, model)  # type: ignore[arg-type]
+    if served:
+        asyncio.run(check)
+        assert model.compared == pytest.approx(max(apart))
+    else:
+        with pytest.raises(IntegrityError, match="it is not served"):
+            asyncio.run(check)
+
+
+def test_adapters_of_another_form_are_refused_with_their_form(tmp_path: Path) -> None:
+    for rank in (8, 4):
+        write_adapter(families.build(f"qwen3-lora{rank}"), tmp_path / str(rank))
+    model = adopt_module(families.build("qwen3-lora8"))
+    named = {"one": tmp_path / "8", "two": tmp_path / "4"}
+    with pytest.raises(InputError, match=r"adapter two: must have the rank 8, the scale 2 .* got rank 4"):
+        keep(model, NativeRollout(model), tmp_path / "8", named)
 
 
 # --- the engine's orders ----------------------------------------------------------------------------------------------

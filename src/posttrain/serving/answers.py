@@ -75,12 +75,8 @@ async def choices(asked: Asked, served: Served, most: int) -> list[Choice]:
         one = begun[int(part.id.rpartition(".")[2])]
         growing = Growing(served.texts, asked.stop, skip_special=asked.skip_special)
         assert part.by is not None
-        one.tokens, one.logprobs, one.by, one.text = (
-            part.tokens,
-            part.logprobs,
-            part.by,
-            growing.end(part.tokens, part.by),
-        )
+        one.tokens, one.logprobs, one.by = part.tokens, part.logprobs, part.by
+        one.text = growing.end(part.tokens, part.by)
     await _add_logprobs(asked, served, begun)
     return begun
 
@@ -115,19 +111,8 @@ def _work(asked: Asked, served: Served, begun: Sequence[Choice], most: int) -> l
     for one in begun:
         limit = context - len(one.prompt) if asked.limit is None else asked.limit
         key, sample = divmod(one.index, asked.n)
-        sampling = {**asked.sampling, "max_new_tokens": limit}
-        name = f"{asked.id}.{one.index}"
-        found.append(
-            {
-                "id": name,
-                "tokens": one.prompt,
-                "key": key,
-                "sample": sample,
-                "limit": limit,
-                "sampling": sampling,
-                "policy": policy,
-            }
-        )
+        place = {"id": f"{asked.id}.{one.index}", "tokens": one.prompt, "key": key, "sample": sample, "policy": policy}
+        found.append({**place, "limit": limit, "sampling": {**asked.sampling, "max_new_tokens": limit}})
     return found
 
 

@@ -14,12 +14,13 @@ import re
 import secrets
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, MutableMapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -32,6 +33,7 @@ from posttrain.domain.errors import (
     AccessError,
     AuthenticationError,
     BusyError,
+    InfrastructureError,
     InputError,
     JobFailedError,
     LimitError,
@@ -163,13 +165,23 @@ class Meters:
             ("running", "Responses that are computed", lambda: turns.running),
             ("waiting", "Requests that wait for a turn", lambda: turns.waiting),
             ("models", "Models in memory", lambda: len(models.loaded)),
-            ("switches_total", "Releases that this server began to serve", lambda: models.switches),
-            ("engine_restarts_total", "Engines that ended and were started again", lambda: models.restarts),
             ("outdated", "Whether the newest release of the channel is not served", lambda: bool(models.trouble)),
         ):
             Gauge(f"posttrain_served_{name}", words, registry=registry).set_function(value)
         self._release = Gauge("posttrain_served_release", "The release that new requests get", ["release", "digest"],
                               registry=registry)  # fmt: skip
+
+        registry.register(self)
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the counters of the models."""
+        models = self._models
+        yield CounterMetricFamily(
+            "posttrain_served_switches", "Releases that the server began to serve", models.switches
+        )
+        yield CounterMetricFamily(
+            "posttrain_served_engine_restarts", "Engines that were started again", models.restarts
+        )
 
     def text(self) -> bytes:
         """Return the metrics in Prometheus' text format."""
@@ -196,6 +208,7 @@ class Door:
     models: Models
     limits: Limits
     keys: Keys
+    aliases: Collection[str] = ()  # further names of the model in requests
     turns: Turns = field(init=False)
     meters: Meters = field(init=False)
     closing: bool = False  # whether the server drains
@@ -219,7 +232,7 @@ class Door:
         release = served.release
         if model in release.adapters:
             return model, release.adapters[model].digest
-        if model and model not in (self.name, release.name, release.digest):
+        if model and model not in (self.name, release.name, release.digest, *self.aliases):
             known = ", ".join([self.name, *release.adapters])
             raise NotFoundError(f"model {model[:80]!r}: is not served here; name {known}, or leave it out")
         return self.name, release.digest
@@ -325,7 +338,7 @@ def _answering(door: Door, path: str, parse: Parse) -> Callable[[Request], Await
     async def respond(request: Request) -> Response:
         request.state.asker = await door.keys.check(_key(request))  # such a connection is not closed for others
         if door.closing:
-            raise BusyError("the server is shutting down; try again")
+            raise InfrastructureError("the server is shutting down; try again")
         body = await _body(request)
         return Answering(door, path, parse, body)
 

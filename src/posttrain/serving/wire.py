@@ -38,7 +38,6 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 }
 _DESCRIBING = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "request_id")
 M = TypeVar("M", bound=BaseModel)
-Token = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
 Count = Annotated[int, Field(ge=0, le=10**9)]
 
 
@@ -369,7 +368,8 @@ def _tokens(asked: Asked, one: Choice, texts: Texts, chunk: bool, first: bool) -
 def _named(asked: Asked, one: Choice, texts: Texts) -> list[dict[str, Any]]:
     def entry(token: int, value: float) -> dict[str, Any]:
         name = f"token_id:{token}" if asked.form == "tokens" else texts.name(token)
-        return {"token": name, "logprob": value, "bytes": None if asked.form == "tokens" else list(name.encode())}
+        text = not name.startswith("token_id:") and "\ufffd" not in name  # others are a part of a character
+        return {"token": name, "logprob": value, "bytes": list(name.encode()) if text else None}
 
     tops: Sequence[Mapping[int, float]] = one.tops or [{} for _ in one.tokens]
     most = asked.top or 0

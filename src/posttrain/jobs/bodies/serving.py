@@ -87,7 +87,12 @@ def _keep(model: LanguageModel, rollout: RolloutEngine, folder: Path, adapters: 
         reason = next(iter(decoding_fallbacks(model).values()), rollout.name)
         raise InputError(f"adapters by name need the native decoder, got {reason}; serve each as a separate model")
     for name, place in adapters.items():
-        read_adapter(place).refuse_other(own, name)
+        form = read_adapter(place)
+        if (form.rank, form.scale, {*form.targets}) != (own.rank, own.scale, {*own.targets}):
+            raise InputError(
+                f"adapter {name}: must have the rank {own.rank}, the scale {own.scale:g} and the targets of the first "
+                f"adapter, got rank {form.rank} and scale {form.scale:g}; serve it as a separate model"
+            )
         fill(module, place)
         _refuse_broken(model, name)
         rollout.keep(name)
