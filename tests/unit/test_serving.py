@@ -439,7 +439,7 @@ def test_an_engine_answers_every_order_once_and_a_bad_one_harms_no_other() -> No
 def test_an_engine_that_cannot_score_says_so_and_goes_on() -> None:
     rollout = ScriptedRollout(lambda prompt, sample: range(10, 30), context_length=64)
     found = orders(
-        {"score": {"id": "s", "tokens": [1, 2], "top": 0, "policy": ""}},
+        {"score": {"texts": {"s": [1, 2]}, "top": 0, "policy": ""}},
         {"generate": [generation("a")]},
         rollout=rollout,
     )

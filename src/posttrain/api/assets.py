@@ -65,6 +65,10 @@ class Assets(Verbs):
     def add_reward(self, path: Path, name: Word, *, entry: str | None, dialect: str, guideline: Path | None) -> Asset:
         """Register the source file of a reward and, optionally, the guideline that the reward implements."""
 
+    @verb("POST /assets/harnesses", Role.SUBMITTER, ".catalog.add_harness", heavy=True, command="asset add", seals=True)
+    def add_harness(self, folder: Path, name: Word) -> Asset:
+        """Register a harness with its packages and the data of its tasks."""
+
     @verb("POST /assets/made-models", Role.SUBMITTER, "app.models", heavy=True, command="init", seals=True)
     def create_model(self, name: Word, config: Path, seed: int) -> tuple[Asset, str]:
         """Create a small base model with random weights, in a one-stage run; return the model and the run's id."""

@@ -36,10 +36,10 @@ if TYPE_CHECKING:
     from posttrain.api.values import Imported
     from posttrain.domain.records import Asset, AssetStatus
 
-KINDS = ("dataset", "model", "reward")  # the kinds that `add` registers
+KINDS = ("dataset", "model", "reward", "harness")  # the kinds that `add` registers
 _QUIET = 1.0  # seconds of waiting before a progress message
 _LISTED = (*KINDS, "history")
-_SHOWN = ("uri", "rows", "architecture", "parameters", "entry", "source_digest", "metrics", "points", "run")
+_SHOWN = ("uri", "rows", "architecture", "parameters", "entry", "source_digest", "metrics", "points", "run", "program")
 app = typer.Typer(
     help="Register and show versioned data sets, models and rewards.", no_args_is_help=True, rich_markup_mode=None
 )
@@ -57,11 +57,13 @@ imports = typer.Typer(
 
 @app.command("add")
 def add(
-    ref: Annotated[str, typer.Argument(metavar="KIND:NAME", help="dataset:NAME, model:NAME or reward:NAME.")],
+    ref: Annotated[
+        str, typer.Argument(metavar="KIND:NAME", help="dataset:NAME, model:NAME, reward:NAME or harness:NAME.")
+    ],
     path: Annotated[
         list[Path] | None,
         typer.Argument(
-            help="Data set: one or more files, or their folder. Model: its folder. Reward: a Python file.",
+            help="Data set: one or more files, or their folder. Model, harness: its folder. Reward: a Python file.",
             metavar="PATH...",
         ),
     ] = None,
@@ -104,6 +106,8 @@ def add(
         asset = control.add_dataset(path[0], name, *path[1:], progress=_now_and_then())
     elif kind == "model":
         asset = control.add_model(path[0], name, base=base, progress=_now_and_then())
+    elif kind == "harness":
+        asset = control.add_harness(path[0], name)
     else:
         asset = control.add_reward(path[0], name, entry=entry, dialect=dialect, guideline=guideline)
     say(f"{asset.ref}  {digest(asset.digest)}  {summary(asset)}")
@@ -158,7 +162,7 @@ def create(
 @app.command("ls")
 def ls(
     kind: Annotated[
-        str | None, typer.Argument(metavar="[KIND]", help="Only this kind: dataset, model, reward or history.")
+        str | None, typer.Argument(metavar="[KIND]", help="Only this kind: dataset, model, reward, harness or history.")
     ] = None,
     output: OutputOption = Output.TEXT,
 ) -> None:

@@ -11,7 +11,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     "Ship": ("export", "promote", "approve", "reject", "rollback", "channel", "gate", "lineage", "verify"),
     "Serve": ("serve-model", "chat"),
     "Share": ("serve", "login", "logout", "whoami", "project", "member", "token", "sink", "track"),
-    "Keep": ("asset", "import", "gc", "backup", "restore", "erase", "doctor", "executor"),
+    "Keep": ("asset", "harness", "import", "gc", "backup", "restore", "erase", "doctor", "executor"),
 }
 VERBS = [verb for verbs in GROUPS.values() for verb in verbs]
 
@@ -71,6 +71,10 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
     "import wandb-export": (
         "posttrain import wandb-export wandb/run-1",
         "posttrain import wandb-export wandb/run-1 --name sort",
+    ),
+    "harness fetch": (
+        "posttrain harness fetch lm-eval arc_easy gsm8k",
+        "posttrain harness fetch inspect arithmetic.py --include tasks --name arithmetic",
     ),
     "gate check": (
         "posttrain gate check gates.yaml --results results.parquet",

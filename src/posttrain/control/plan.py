@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 from typing import Protocol
 
@@ -12,7 +12,8 @@ from posttrain.control.jobs import code_of
 from posttrain.control.release_plan import Decision
 from posttrain.decision.releases import under_policy
 from posttrain.domain.errors import InputError, PosttrainError, nearest
-from posttrain.domain.kinds import CONTROL, GATE, MODEL, DocumentUnit, Driver, StageContract, kind_of
+from posttrain.domain.harnesses import Harness
+from posttrain.domain.kinds import CONTROL, GATE, HARNESS, MODEL, DocumentUnit, Driver, StageContract, kind_of
 from posttrain.domain.manifest import InputRef, Manifest, StageManifest, model_output, topological
 from posttrain.domain.policies import PinnedPolicy
 from posttrain.domain.rewards import AS_FOUND, JUDGES, Called
@@ -92,6 +93,7 @@ def plan_run(
     contracts = {name: _contract(source, name, stage, trainers) for name, stage in spec.stages.items()}
     resolver = Resolver(spec, source, contracts, resolve)
     passes = _resolve_epochs(spec, source, contracts, trainers, resolver, count)
+    contracts.update(dict(_measured_by_harnesses(source, contracts, resolver)))
     stages = {name: resolver.stage(name) for name in spec.stages}
     try:
         order = _after_each_other(spec, stages.values())
@@ -207,6 +209,20 @@ def _resolve_epochs(
     return found
 
 
+def _measured_by_harnesses(
+    source: str, contracts: Mapping[str, StageContract], resolver: Resolver
+) -> Iterator[tuple[str, StageContract]]:
+    """Yield the contracts of stages with a harness, whose metrics its facts name."""
+    for name, contract in contracts.items():
+        if HARNESS in contract.inputs:
+            facts = Harness.from_json(resolver.input(name, HARNESS).meta, f"{source}: stages.{name}.harness")
+            try:
+                metrics = facts.metrics(contract.params["tasks"], contract.params["ranges"])
+            except InputError as error:
+                raise InputError(f"{source}: stages.{name}.{error}") from error
+            yield name, replace(contract, metrics=metrics)
+
+
 class Resolver:
     """Resolves the names in one run file to input refs."""
 
@@ -244,7 +260,7 @@ class Resolver:
     def _input(self, field: str, kind: str, word: str) -> InputRef:
         if kind == "model":
             return self.model(field, word)
-        if kind == "recipe":  # a file next to the run file, without a section of its own
+        if kind in ("recipe", HARNESS):  # without a section of its own in the run file
             return self._asset(field, kind, word)
         if kind == "reward":
             return self._reward(field, word)

@@ -23,7 +23,7 @@ from posttrain.control.verdicts import read_evidence
 from posttrain.decision.gates import CONFIDENCE, Estimate, Evidence, Paired, estimate, paired
 from posttrain.domain.canonical import digest_json
 from posttrain.domain.errors import InputError, IntegrityError, NotFoundError
-from posttrain.domain.kinds import METRICS, better, kind_of
+from posttrain.domain.kinds import HARNESS, METRICS, better, kind_of
 from posttrain.domain.manifest import InputRef, Manifest, StageManifest
 from posttrain.domain.ports import BlobStore
 from posttrain.domain.records import StageRecord
@@ -129,6 +129,8 @@ class Measured:
         """Return the identity of a measurement across evaluations: the suite's data, and the metric in it."""
         suite, _, quantity = metric.partition("/")
         data = self.stage.inputs.get(f"suites.{suite}")
+        if HARNESS in self.stage.inputs:
+            return f"{self.stage.inputs[HARNESS].digest} {suite}", quantity
         judged = f" {self.judge(suite)}" if quantity in JUDGED else ""
         return (data.digest or data.name if data else suite), f"{quantity}{judged}"
 

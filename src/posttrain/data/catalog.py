@@ -39,6 +39,8 @@ from posttrain.data.rows import each_row, has_answer, prompt_text
 from posttrain.domain.adapters import CONFIG as ADAPTER, FOLDER, WEIGHTS, has_adapter
 from posttrain.domain.canonical import DIGEST_PREFIX, canonical_json, digest_bytes, digest_json, is_digest
 from posttrain.domain.errors import InputError, IntegrityError, NotFoundError, PosttrainError, nearest
+from posttrain.domain.harnesses import FACTS, PACKAGES, read_facts
+from posttrain.domain.kinds import HARNESS
 from posttrain.domain.manifest import InputRef, Manifest
 from posttrain.domain.ports import BlobStore
 from posttrain.domain.records import IMPORTED, Asset
@@ -195,6 +197,19 @@ class Catalog:
         meta = inspect_reward(path, entry, dialect=dialect, guideline=guideline)
         return self._register("reward", name, path, meta, form="tree" if path.is_dir() else "file")
 
+    def add_harness(self, folder: Path, name: str) -> Asset:
+        """Register a harness that `posttrain harness fetch` put into a folder.
+
+        Raises:
+            NotFoundError: there is no such folder, or it lacks the facts or the packages.
+            InputError: the facts are not those of a harness, or the name is invalid.
+        """
+        for lacking in (FACTS, PACKAGES):
+            if not (folder / lacking).is_file():
+                raise NotFoundError(f"{folder}: a harness must have {lacking}; make it with posttrain harness fetch")
+        facts = read_facts((folder / FACTS).read_bytes(), f"{folder.name}/{FACTS}")
+        return self._register(HARNESS, name, folder, facts.to_json())
+
     def add_model(
         self,
         folder: Path,
@@ -328,6 +343,8 @@ class Catalog:
                 return self._recipe(text, base)
             if kind == "file":
                 return self._file(text, base)
+            if kind == HARNESS:
+                return self._pinned(self.find(text, kind))
             ref = parse_ref(text, kind)
             if ref.source is Source.MODULE:
                 return self._imported(ref.name, called)
@@ -394,7 +411,7 @@ class Catalog:
             raise NotFoundError(
                 f"{asset.ref}: its bytes ({asset.digest}) are missing from the store; register it again"
             )
-        meta = {key: asset.meta[key] for key in _CALLED_BY if key in asset.meta}
+        meta = asset.meta if asset.kind == HARNESS else {k: asset.meta[k] for k in _CALLED_BY if k in asset.meta}
         meta = self._called(asset, called) if called else meta
         return InputRef(source="asset", name=asset.ref, digest=asset.digest, form=cast(Form, asset.form), meta=meta)
 

@@ -44,7 +44,7 @@ UNCONFINED = (
     "image: NAME@sha256:…"
 )
 _FOLDER: ContextVar[Path | None] = ContextVar("posttrain_confined", default=None)
-KINDS = ("dataset", "model", "reward", "history")
+KINDS = ("dataset", "model", "reward", "harness", "history")
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 _TRAINED = re.compile(r"[a-z0-9][a-z0-9_-]{0,62}/[a-z0-9][a-z0-9._-]{0,62}(/best)?")  # a run's name and the stage
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")

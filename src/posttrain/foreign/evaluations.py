@@ -25,16 +25,15 @@ from typing import Any
 
 from posttrain.domain.canonical import digest_json
 from posttrain.domain.errors import InputError
+from posttrain.domain.harnesses import INSPECT, LM_EVAL, RATES
 from posttrain.domain.kinds import RATE, SHARE, ItemRange
 
-LM_EVAL, INSPECT = "lm-eval", "inspect"
 _MOST, _MOST_LINE = 512 << 20, 64 << 20  # maximum bytes of a JSON document, also unpacked; of a line of samples
 _ZSTD = 93  # the method by which Inspect compresses; zipfile of Python 3.11 cannot read it
 _STAMP = r"\d{4}-\d\d-\d\dT\d\d-\d\d-\d\d\.\d+"  # the time in lm-eval's file names
-_RATES = ("acc", "acc_norm", "acc_mutual_info", "acc_bytes", "exact_match")  # 0 or 1 for each document
 _PAIRS = ("weighted_perplexity", "bits_per_byte")  # aggregations of (log-likelihood, number of words or bytes)
 _DEFAULTS = {  # metric → aggregation that lm-eval uses if a task names none
-    **dict.fromkeys((*_RATES, "likelihood"), "mean"),
+    **dict.fromkeys((*RATES, "likelihood"), "mean"),
     **dict.fromkeys(("word_perplexity", "byte_perplexity"), "weighted_perplexity"),
     **{name: name for name in ("bits_per_byte", "perplexity", "bleu", "chrf", "ter", "brier_score")},
     "f1": "f1_score",
@@ -59,6 +58,19 @@ class Measured:
     numerator: float | None = None  # of the aggregate, if known
     denominator: float | None = None
     note: str = ""  # a warning about the items
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """The answer to one item, of one filter or epoch."""
+
+    task: str
+    item: str
+    kind: str  # the filter of lm-eval, or the epoch of Inspect
+    prompt: str
+    answer: str  # the reference
+    response: str
+    extracted: str | None  # what the filter made of the response
 
 
 def read_evaluation(path: Path) -> tuple[str, list[Measured]]:
@@ -86,6 +98,26 @@ def read_evaluation(path: Path) -> tuple[str, list[Measured]]:
     if "doc_hash" in raw:
         raise InputError(f"{path}: contains samples of lm-eval; give the results_….json next to it, or the folder")
     raise _unknown(path)
+
+
+def read_answers(path: Path) -> Iterator[Answered]:
+    """Yield the answers in a results file that `read_evaluation` accepts, with prompts; a `.eval` file has none.
+
+    Raises:
+        InputError: a sample has other fields.
+    """
+    raw = _json(path)
+    try:
+        if "configs" in raw:
+            for task in raw["configs"]:
+                if samples := _samples_file(path, task):
+                    yield from _lm_eval_answers(task, samples)
+        else:
+            yield from (_inspect_answer(raw["eval"]["task"], sample) for sample in raw.get("samples") or ())
+    except (*_STRANGE, ValueError) as error:
+        raise InputError(
+            f"{path}: its samples must be those of lm-eval 0.4 or Inspect 0.3, got {error!r:.100}"
+        ) from error
 
 
 def _unknown(path: Path) -> InputError:
@@ -186,11 +218,35 @@ def _documents(metric: str, name: str, rows: Sequence[Mapping[str, Any]]) -> Mea
         value = row.get(name, math.nan)
         if not isinstance(value, int | float):
             return Measured(metric, {}, refused=f"its values are not numbers, e.g. for doc {row['doc_id']}")
-        item = names.setdefault(row["doc_hash"], f"doc {row['doc_id']} ({row['doc_hash'][:16]})")
+        item = names.setdefault(row["doc_hash"], _document(row))
         values.setdefault(item, []).append(float(value))
     note = f"{metric}: {len(rows)} documents are {len(values)} items, because equal documents count once"
     items = {item: math.fsum(same) / len(same) for item, same in values.items()}
-    return Measured(metric, items, RATE if name in _RATES else None, note=note if len(values) < len(rows) else "")
+    return Measured(metric, items, RATE if name in RATES else None, note=note if len(values) < len(rows) else "")
+
+
+def _lm_eval_answers(task: str, path: Path) -> Iterator[Answered]:
+    """Yield the answers in a file of samples. The response to a multiple choice is the likeliest choice."""
+    names: dict[str, str] = {}
+    with path.open("rb") as file:
+        rows = sorted((json.loads(line) for line in file), key=lambda row: (row["doc_id"], row["filter"]))
+    for row in rows:
+        item = names.setdefault(row["doc_hash"], _document(row))
+        asked = [
+            row["arguments"][name] for name in sorted(row["arguments"], key=lambda one: int(one.rpartition("_")[2]))
+        ]
+        given = [one[0] for one in row["resps"]]
+        if isinstance(given[0], str):  # a text
+            response, extracted = given[0], str(row["filtered_resps"][0])
+        elif len(asked) > 1:
+            response, extracted = asked[max(range(len(given)), key=lambda at: float(given[at][0]))]["arg_1"], None
+        else:  # the likelihood of the prompt itself
+            response, extracted = "", None
+        yield Answered(task, item, row["filter"], str(asked[0]["arg_0"]), row["target"], str(response), extracted)
+
+
+def _document(row: Mapping[str, Any]) -> str:
+    return f"doc {row['doc_id']} ({row['doc_hash'][:16]})"
 
 
 def _aggregate(metric: str, name: str, rows: Sequence[Mapping[str, Any]], value: Any, aggregation: str) -> Measured:
@@ -281,6 +337,17 @@ def _sample_name(sample: Mapping[str, Any]) -> str:
     targets = [sample["target"]] if isinstance(sample["target"], str) else sample["target"]
     read = {"input": turns, "target": [one[:_TEXT] for one in targets]}
     return f"{sample['id']} ({digest_json(read).removeprefix('sha256:')[:16]})"
+
+
+def _inspect_answer(task: str, sample: Mapping[str, Any]) -> Answered:
+    given, target = sample["input"], sample["target"]
+    turns = (
+        [f"{one['role']}: {' '.join(_parts(one['content']))}" for one in given] if isinstance(given, list) else [given]
+    )
+    answer = target if isinstance(target, str) else ", ".join(target)
+    extracted = next((score.get("answer") for score in (sample.get("scores") or {}).values()), None)
+    response = sample["output"].get("completion", "")
+    return Answered(task, _sample_name(sample), str(sample["epoch"]), "\n".join(turns), answer, response, extracted)
 
 
 def _parts(content: Any) -> list[str]:

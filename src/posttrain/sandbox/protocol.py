@@ -12,6 +12,7 @@ A message is JSON after an 8-byte big-endian length, over a socket pair:
     job:    {"id": 2, "op": "observe", "row", "responses"}        ─▶    {"id": 2, "seen": text | null}
                                                                         | {"id": 2, "unseen": "one line"}
     job:    {"id": 3, "op": "ping"}                               ─▶    {"id": 3, "end": true}
+    job:    {"id": 1, "op": "program", "words", "variables", …}   ─▶    {"id": 1, "code": 0}, then a descriptor | fault
     answer: {"at": 0, "score": 0.5 | null, "components": {…}, "placed": [[7, 0.25], …]} | {"at": 1, "error": "one line"}
     fault:  {"id": 2, "fault": "load" | "raised" | "answer" | "memory", "message": "one line"}
 
@@ -248,6 +249,13 @@ class Observed:
 
 
 @dataclass(frozen=True, slots=True)
+class Ended:
+    """A program has ended; the descriptor of a tar file with its output follows."""
+
+    code: int  # its exit code; negative: the signal that ended it
+
+
+@dataclass(frozen=True, slots=True)
 class Fault:
     """The request as a whole failed."""
 
@@ -287,7 +295,7 @@ class Redactor:
         return text
 
 
-Message = Ready | Opened | Answers | End | Observed | Fault
+Message = Ready | Opened | Answers | End | Observed | Ended | Fault
 
 
 def send(channel: Channel, value: Any) -> None:
@@ -364,6 +372,8 @@ def _message(value: dict[str, Any]) -> Message:
         return Opened(_text(value["dialect"]), _text(value["where"]))
     if keys == {"end"}:
         return End(value["id"])
+    if keys == {"code"} and type(value["code"]) is int:
+        return Ended(value["code"])
     if keys == {"unseen"}:
         return Observed(value["id"], None, _text(value["unseen"]))
     if keys == {"seen"} and (value["seen"] is None or isinstance(value["seen"], str)):

@@ -72,6 +72,7 @@ def lay_out(
     hidden: Sequence[Path] = (),
     provision: Provision,
     concurrency: int = 0,
+    readable: Sequence[str] = (),
 ) -> CellPlan:
     """Put the source and files of a reward or an observer into a folder, and return the plan of its cell.
 
@@ -83,6 +84,7 @@ def lay_out(
         hidden: folders that a reward must not see.
         provision: declared files and hosts.
         concurrency: the number of calls of `observe` at a time, for whose threads and files the limits leave room.
+        readable: existing folders that the code may read, in addition to the interpreter's.
     """
     for folder in ("root", "source", "work"):
         (scratch / folder).mkdir()
@@ -102,7 +104,7 @@ def lay_out(
         else:
             shutil.copyfile(path, target)
     places = dict(zip(provision.network, _addresses(provision.network), strict=True))
-    readable = _readable()
+    readable = [*_readable(), *readable]
     return CellPlan(
         base=str(scratch / "root"),
         source=str(kit),
@@ -279,7 +281,8 @@ class Session:
                 raise NotConfinedError("its worker did not report that it is confined")
             self.confined, self.notes = ready.whole, ready.notes
             if plan.ports and ready.whole:
-                self._relay = Relay(self._listeners(len(plan.ports), deadline), network)
+                found = self.descriptors(len(plan.ports), deadline)
+                self._relay = Relay([socket.socket(fileno=number) for number in found], network)
         except (protocol.MalformedError, EndedError, LateError) as error:
             self.close()
             if isinstance(error, EndedError) and error.killed:
@@ -332,6 +335,12 @@ class Session:
         with self._faults():
             return protocol.receive(_Deadline(self._channel, moment), requests, self._clean)
 
+    def descriptors(self, count: int, moment: float) -> list[int]:
+        """Return open descriptors that the worker sends; see `hear` for the errors."""
+        with self._faults():
+            self._channel.settimeout(max(moment - time.monotonic(), 0.001))
+            return list(socket.recv_fds(self._channel, 1, count)[1])
+
     def fileno(self) -> int:
         """Return the descriptor that is readable when a message arrives, or when the worker has ended."""
         return self._channel.fileno()
@@ -354,12 +363,6 @@ class Session:
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
         self._printed.join(END_TIMEOUT)  # writes the whole output before other lines
-
-    def _listeners(self, count: int, moment: float) -> list[socket.socket]:
-        self._channel.settimeout(max(moment - time.monotonic(), 0.001))
-        with self._faults():
-            _, found, _, _ = socket.recv_fds(self._channel, 1, count)
-        return [socket.socket(fileno=number) for number in found]
 
     @contextmanager
     def _faults(self) -> Iterator[None]:

@@ -19,8 +19,12 @@ import mmap
 import os
 import pkgutil
 import random
+import shutil
 import socket
+import subprocess
 import sys
+import tarfile
+import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -392,6 +396,9 @@ def serve(channel: socket.socket, marker: mmap.mmap, source: str) -> None:
             elif request["op"] == "open":
                 scorer = Scorer(Path(source, request["file"]), request["entry"], request["dialect"], marker)
                 answers = iter([{"dialect": scorer.dialect, "where": scorer.where}])
+            elif request["op"] == "program":
+                run_program(channel, request, source)
+                continue
             elif request["op"] == "import":
                 try_import(Path(source, request["file"]), request["entry"], request["turns"])
                 answers = iter([{"dialect": "", "where": ""}])
@@ -411,6 +418,41 @@ def serve(channel: socket.socket, marker: mmap.mmap, source: str) -> None:
             _leave_forks(own)
             message = "the reward ran out of the memory it may use (MemoryError)"
             send(channel, {"id": request["id"], "fault": "memory", "message": message})
+
+
+def run_program(channel: socket.socket, request: Mapping[str, Any], source: str) -> None:
+    """Run another program to its end, and send its exit code and a tar file of what it left in the folder `out`.
+
+    Args:
+        request: `words`, the command, and `variables`; in them, `{home}` is the working folder and `{source}` that of
+            the given files. `folder`, below the source, in which it begins. `linked`, name in the working folder → a
+            read-only folder, whose files become links in a writable folder of this name.
+
+    Raises:
+        ReportedError: the program cannot be started, or the scratch folder is full.
+    """
+    places = {"{home}": os.getcwd(), "{source}": source}
+
+    def placed(word: str) -> str:
+        for name, path in places.items():
+            word = word.replace(name, path)
+        return word
+
+    try:
+        for name, folder in request["linked"].items():
+            shutil.copytree(folder, name, copy_function=os.symlink)
+        os.makedirs("out")
+        environment = {**os.environ, **{name: placed(value) for name, value in request["variables"].items()}}
+        words, folder = [placed(word) for word in request["words"]], os.path.join(source, request["folder"])
+        done = subprocess.run(words, env=environment, cwd=folder, stdin=subprocess.DEVNULL, check=False)
+        with tempfile.TemporaryFile(dir=".") as packed:
+            with tarfile.open(fileobj=packed, mode="w") as archive:
+                archive.add("out", filter=lambda one: one if one.isreg() or one.isdir() else None)
+            packed.seek(0)
+            send(channel, {"id": request["id"], "code": done.returncode})
+            socket.send_fds(channel, [b"P"], [packed.fileno()])
+    except (OSError, shutil.Error) as error:
+        raise ReportedError("raised", one_line(error)) from error
 
 
 def _own(answers: Iterator[dict[str, Any]], own: int) -> Iterator[dict[str, Any]]:

@@ -58,7 +58,9 @@ _FORM = re.compile(r"[A-Za-z0-9_-]{8,64}")
 _REQUEST = 26  # hexadecimal digits of a request's id
 _UNKEPT = frozenset({"issue_token", "rotate_token"})  # verbs whose answers contain secrets
 _GOES_ON = frozenset({"create_model"})  # verbs that write more than once; a repeat continues with its own run
-_FINDS = frozenset(("add_dataset", "add_external", "add_model", "add_reward"))  # a repeat finds the asset
+_FINDS = frozenset(
+    ("add_dataset", "add_external", "add_harness", "add_model", "add_reward")
+)  # a repeat finds the asset
 _TRIES = 256  # maximum number of tries of a request; the last digits of its id number the tries
 _OK, _SERVERS = 200, 500
 RUNNING, SUCCEEDED, FAILED, CANCELLED = "running", "succeeded", "failed", "cancelled"

@@ -148,6 +148,42 @@ class Turns:
                 turn.set_result(None)
 
 
+class Spending:
+    """The tokens that callers spend, by the rule of `domain.jobs.Progress`, of those that are granted to them."""
+
+    def __init__(self) -> None:
+        self.granted: float | None = None  # tokens; None: no limit
+        self.spent = self.held = self.wanted = self.answered = 0
+        self.short: Callable[[], None] = lambda: None  # called when a request waits for a grant
+        self._more = asyncio.Event()
+
+    @asynccontextmanager
+    async def reserved(self, most: int) -> AsyncIterator[None]:
+        """Reserve the most tokens that a request may spend, once they are granted; an answer that fails spends all."""
+        while self.granted is not None and self.spent + self.held + most > self.granted:
+            self.wanted = most
+            self._more.clear()
+            self.short()
+            await self._more.wait()
+        self.wanted, self.held = 0, self.held + most
+        try:
+            yield
+        except BaseException:
+            self.spent += most
+            raise
+        finally:
+            self.held -= most
+
+    def grant(self, tokens: int) -> None:
+        """Raise the granted tokens."""
+        self.granted = tokens
+        self._more.set()
+
+    def to_json(self) -> dict[str, int]:
+        """Return the counts."""
+        return {name: getattr(self, name) for name in ("spent", "held", "wanted", "answered")}
+
+
 class Meters:
     """The metrics of a server. No label has a value that a caller chooses."""
 
@@ -211,6 +247,7 @@ class Door:
     aliases: Collection[str] = ()  # further names of the model in requests
     turns: Turns = field(init=False)
     meters: Meters = field(init=False)
+    spending: Spending = field(default_factory=Spending)
     closing: bool = False  # whether the server drains
     rendering: asyncio.Semaphore = field(init=False)
 
@@ -462,13 +499,14 @@ class Answering(Response):
         async with door.turns.taken(asked.choices), door.models.lease() as now:
             if now is not served:  # a switch while the request waited
                 asked = await self._asked(name, seed, now)
-            model, digest = door.named(asked.model, now)
-            if asked.stream:
-                await self._stream(asked, now, (model, digest), send)
-                return
-            found = await choices(asked, now, door.most(now))
-            tokens = self._count(asked, sum(len(one.tokens) for one in found))
-            response = await asyncio.to_thread(_whole, asked, found, (model, digest), tokens, now.texts)
+            named = door.named(asked.model, now)
+            async with door.spending.reserved(asked.most_tokens(door.most(now))):
+                if asked.stream:
+                    await self._stream(asked, now, named, send)
+                    return
+                found = await choices(asked, now, door.most(now))
+                tokens = self._count(asked, sum(len(one.tokens) for one in found))
+            response = await asyncio.to_thread(_whole, asked, found, named, tokens, now.texts)
         await response({"type": "http"}, _nothing, send)
 
     async def _asked(self, name: str, seed: int, served: Served) -> Asked:
@@ -504,8 +542,10 @@ class Answering(Response):
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
 
     def _count(self, asked: Asked, tokens: int) -> int:
-        self._door.meters.tokens.labels("prompt").inc(sum(map(len, asked.prompts)))
+        prompts, spending = sum(map(len, asked.prompts)), self._door.spending
+        self._door.meters.tokens.labels("prompt").inc(prompts)
         self._door.meters.tokens.labels("generated").inc(tokens)
+        spending.spent, spending.answered = spending.spent + prompts + tokens, spending.answered + 1
         return tokens
 
 

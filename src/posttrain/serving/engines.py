@@ -138,8 +138,7 @@ class EngineProcess:
         """Return the scores of texts by their ids, under a policy; see `generate` for the errors."""
         found, left = dict[str, Scored](), set(texts)
         async with self._answers(left) as take:
-            for name, tokens in texts.items():
-                await self._send({"score": {"id": name, "tokens": tokens, "top": top, "policy": policy}})
+            await self._send({"score": {"texts": texts, "top": top, "policy": policy}})
             while left:
                 scored = await take()
                 assert isinstance(scored, Scored)

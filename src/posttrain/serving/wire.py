@@ -134,6 +134,12 @@ class Asked:
         """The number of responses."""
         return self.n * len(self.prompts)
 
+    def most_tokens(self, context: int) -> int:
+        """Return the most tokens that the answer can spend: those of the prompts once, and of all responses."""
+        return sum(
+            len(one) + self.n * (context - len(one) if self.limit is None else self.limit) for one in self.prompts
+        )
+
     @property
     def needs_scores(self) -> bool:
         """Whether the log-probabilities are those of a text, not those with which its tokens were drawn."""

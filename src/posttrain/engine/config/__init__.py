@@ -32,6 +32,7 @@ from posttrain.engine.config.sampling import (
 from posttrain.engine.config.stages import (
     STAGE_CONFIGS,
     EvaluateConfig,
+    HarnessConfig,
     InitModelConfig,
     SuiteConfig,
     algorithm_config,
@@ -66,6 +67,7 @@ __all__ = [
     "GRPOConfig",
     "GSPOConfig",
     "GroupConfig",
+    "HarnessConfig",
     "InitModelConfig",
     "KLConfig",
     "KTOConfig",

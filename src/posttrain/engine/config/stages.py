@@ -6,6 +6,7 @@ memory and devices. The module is torch-free, because both a plan and the stage'
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib import import_module
 from typing import Annotated, Any, Literal
 
@@ -182,6 +183,52 @@ class EvaluateConfig(StageConfig):
         )
 
 
+class HarnessConfig(StageConfig):
+    """An evaluation of one model by a harness, whose tasks ask the served model; the results per item are stored.
+
+    The metrics follow from the facts of the harness (`domain.harnesses`), which only a plan can read.
+    """
+
+    model: Word
+    harness: Word  # its asset: harness:NAME@VERSION, or the name alone
+    tasks: tuple[Word, ...] = ()  # tasks or groups; (): all tasks for which the harness was fetched
+    limit: Positive | None = None  # the first documents of each task; None: all
+    num_fewshot: Annotated[int, Field(ge=0, le=MOST_ROWS)] | None = None  # examples in a prompt; None: the task's
+    chat: bool = False  # lm-eval: render prompts with the model's chat template; Inspect always does
+    add_bos_token: bool = False  # lm-eval: begin each text with the token that begins texts
+    max_length: Tokens | None = None  # tokens of a prompt with its response; None: the model's context
+    max_new_tokens: Tokens = 256  # of a response where the task has no limit of its own
+    temperature: float = Field(default=0.0, ge=0, le=1000)  # Inspect: of its responses; 0: greedy
+    # metric → least and greatest value of an item, where the harness declares none
+    ranges: dict[Word, tuple[Worth, Worth]] = Field(default_factory=dict)
+    timeout: Seconds = 600.0  # maximum seconds between two requests of the harness
+    runtime: InferenceRuntimeConfig = InferenceRuntimeConfig()
+
+    @model_validator(mode="after")
+    def _has_ranges_in_order(self) -> HarnessConfig:
+        for metric, (low, high) in self.ranges.items():
+            if not low < high:
+                raise ValueError(f"ranges.{metric} must be two numbers, the smaller one first, got [{low:g}, {high:g}]")
+        return self
+
+    def inputs(self) -> dict[str, tuple[str, str]]:
+        """Return a map from slot to (asset kind, the ref written in run.yaml)."""
+        named = self.harness if ":" in self.harness else f"harness:{self.harness}"
+        return {"model": ("model", self.model), "harness": ("harness", named)}
+
+    def outputs(self) -> dict[str, str]:
+        """Return the measurements of the tasks and of their items."""
+        return {"metrics": "file", "items": "file"}
+
+    def load(self, kind: str) -> Load:
+        """Return the needs of a rollout, the only role."""
+        runtime, rows = self.runtime, DECODED_TOGETHER
+        return Load(
+            kind=kind, roles=(ROLLOUT,), placement=Placement(), device=runtime.device, dtype=runtime.dtype,
+            micro_batch_tokens=None, rows=rows, response_tokens=self.max_new_tokens, kv_cache=written(runtime.kv_cache),
+        )  # fmt: skip
+
+
 class InitModelConfig(StageConfig):
     """A randomly initialised model in Hugging Face format with a character tokenizer and a chat template.
 
@@ -248,13 +295,17 @@ STAGE_CONFIGS: dict[str, type[StageConfig]] = {
 }
 
 
-def config_class(kind: str) -> type[StageConfig] | None:
+def config_class(kind: str, params: Mapping[str, Any]) -> type[StageConfig] | None:
     """Return the class of a stage's parameters; None: the engine has no such kind.
+
+    An evaluation with a harness has other parameters than one with suites.
 
     Raises:
         InputError: the package that provides the kind cannot be loaded.
     """
     own = STAGE_CONFIGS.get(kind)
+    if own is EvaluateConfig and "harness" in params:
+        return HarnessConfig
     found = None if own else installed_kind(kind)
     if found is None or found.kind.algorithm is None:
         return own
@@ -269,7 +320,7 @@ def stage_config(kind: str, params: dict[str, Any]) -> StageConfig:
         InputError: the kind is unknown.
         pydantic.ValidationError: a parameter is unknown or has a wrong type or value.
     """
-    found = config_class(kind)
+    found = config_class(kind, params)
     if found is None:
         raise InputError(f"kind must be a kind that the engine implements, got {kind!r}; see posttrain plan")
     config: StageConfig = found.model_validate(params)

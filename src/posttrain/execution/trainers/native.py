@@ -34,9 +34,9 @@ from posttrain.store.attempts import AttemptFolder
 
 # Model and reward sources enter by digest; these other sources and libraries also decide results.
 _DECIDING_ROOMS = (
-    *("engine", "jobs", "sandbox", "data/files.py", "data/rows.py"),
+    *("engine", "jobs", "sandbox", "serving", "data/files.py", "data/rows.py", "foreign/evaluations.py"),
     *("domain/canonical.py", "domain/engines.py", "domain/kinds.py", "domain/placement.py", "domain/rendering.py"),
-    *("domain/rewards.py", "domain/roles.py", "domain/adapters.py"),
+    *("domain/rewards.py", "domain/roles.py", "domain/adapters.py", "domain/harnesses.py"),
     *("pacing/admission.py", "pacing/balance.py"),
     *("planner/residency.py", "planner/shape.py", "planner/sizes.py"),
 )
@@ -73,7 +73,7 @@ class NativeTrainer:
         Raises:
             InputError: a kind or parameter is unknown, a value is out of range, or the stage lacks a placed role.
         """
-        model = config_class(kind)
+        model = config_class(kind, params)
         if model is None:
             return _installed_contract(kind, params)
         found = installed_kind(kind)

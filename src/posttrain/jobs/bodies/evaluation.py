@@ -164,7 +164,7 @@ def write_tables(
     Raises:
         InputError: two suites produce a metric of the same name.
     """
-    columns: dict[str, list[Any]] = {name: [] for name in _METRIC_TYPES}
+    columns: dict[str, list[Any]] = {name: [] for name in METRIC_TYPES}
     means: dict[str, float] = {}
     for result in results:
         ranges = result.config.metrics(result.suite)
@@ -178,18 +178,18 @@ def write_tables(
             for name in ("binary", "low", "high"):
                 columns[name] += [getattr(ranges[metric], name)] * len(values)
     folder.mkdir(parents=True, exist_ok=True)
-    _write(columns, _METRIC_TYPES, folder / "metrics.parquet")
-    _write(_item_columns(results), _ITEM_TYPES, folder / "items.parquet", about)
+    write_table(columns, METRIC_TYPES, folder / "metrics.parquet")
+    write_table(_item_columns(results), ITEM_TYPES, folder / "items.parquet", about)
     return means
 
 
-_METRIC_TYPES = {
+METRIC_TYPES = {
     **{"metric": "string", "item_id": "string", "value": "float64"},
     **{"binary": "bool", "low": "float64", "high": "float64"},  # the declared range
 }
 
 
-_ITEM_TYPES = {
+ITEM_TYPES = {
     "suite": "string",
     "item_id": "string",
     "prompt": "string",
@@ -227,9 +227,10 @@ def _item_columns(results: Sequence[SuiteResult]) -> dict[str, list[Any]]:
     }
 
 
-def _write(
+def write_table(
     columns: Mapping[str, list[Any]], types: Mapping[str, str], path: Path, about: Mapping[str, str] | None = None
 ) -> None:
+    """Write a Parquet file with these columns, types and metadata."""
     import pyarrow.parquet  # late: the import starts a thread, and the fork server must be single-threaded
 
     schema = pyarrow.schema([(name, pyarrow.type_for_alias(kind)) for name, kind in types.items()], about)

@@ -77,7 +77,7 @@ def open_observer(job: Job, config: TurnsConfig, name: str, stack: ExitStack) ->
         concurrency=config.observe_concurrency,
         source=recipe[0] if recipe else None,
         name=name,
-        hidden=_workspace(job),
+        hidden=workspace_folders(job),
         confined=not job.order.trust_rewards,
     )
     stack.callback(opened.close)
@@ -107,7 +107,7 @@ def _open(job: Job, slot: str, name: str, stack: ExitStack, timeout: float, rank
             dialect=meta.get("dialect") or "auto",
             name=f"{name} ({label})" if ":" in slot else label,
             source=meta.get("source") or "",
-            hidden=_workspace(job),
+            hidden=workspace_folders(job),
             provision=provision,
             confined=not job.order.trust_rewards,
         )
@@ -118,7 +118,7 @@ def _open(job: Job, slot: str, name: str, stack: ExitStack, timeout: float, rank
     return reward
 
 
-def _workspace(job: Job) -> list[Path]:
+def workspace_folders(job: Job) -> list[Path]:
     """Return the folders to hide from a reward: attempts, cached inputs, the store if it is a folder, their parent."""
     store = urlsplit(job.blobs.url)
     folders = [job.folder.resolve(), Path(job.order.cache_dir).resolve()]

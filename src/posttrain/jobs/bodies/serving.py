@@ -5,8 +5,9 @@ The first line of standard input is the request, and each further line an order;
 - `{"generate": [GENERATION, …], "stream": true}`: each generation has the fields of `Generation`, with `sampling` as
   the fields of `SamplingParams`. The answers are `deltas`, `[id, tokens, log-probabilities]`, if the order streams, and
   once for each generation `done`: `[id, tokens, log-probabilities, ended by]` with the tokens after the deltas.
-- `{"score": {"id", "tokens", "top", "policy"}}`: the answer is `scored`, `[id, log-probabilities, likeliest tokens,
-  their log-probabilities, likeliest next tokens, their log-probabilities]`.
+- `{"score": {"texts": {id: tokens, …}, "top", "policy"}}`: the answers are `scored`, for each text `[id,
+  log-probabilities, likeliest tokens, their log-probabilities, likeliest next tokens, their log-probabilities]`. Texts
+  of different orders are never scored together, so an order has the same answer in any company.
 - `{"abort": [id, …]}`: these generations are `done` with their tokens so far.
 - `failed`, `[id, message, whether the request is at fault]`, answers an order that cannot be carried out. An error of
   the model ends all orders in progress, and the engine continues.
@@ -118,14 +119,14 @@ class Serving:
         self._rollout = rollout
         self._unanswered: set[str] = set()  # generations
         self._streams: dict[str, int] = {}  # generation → tokens that were in deltas
-        self._texts: list[Mapping[str, Any]] = []  # that wait to be scored
+        self._packs: list[Mapping[str, Any]] = []  # that wait to be scored
 
     def answers(self, orders: Orders) -> Iterator[Mapping[str, Any]]:
         """Yield answers until the orders end and all of them are answered."""
         ended = False
-        while not (ended and not self._unanswered and not self._texts):
+        while not (ended and not self._unanswered and not self._packs):
             failed: list[tuple[str, str, bool]] = []
-            for line in _taken(orders, wait=not (ended or self._unanswered or self._texts)):
+            for line in _taken(orders, wait=not (ended or self._unanswered or self._packs)):
                 ended |= line == END
                 failed += self._take(line)
             found: dict[str, Any] = {"failed": failed}
@@ -144,9 +145,9 @@ class Serving:
         order = json.loads(line or "{}")
         if "abort" in order:
             self._rollout.abort(order["abort"])
-            self._texts = [text for text in self._texts if text["id"] not in order["abort"]]
+            self._packs = [pack for pack in self._packs if pack["texts"].keys() - set(order["abort"])]
         if "score" in order:
-            self._texts.append(order["score"])
+            self._packs += _packs(order["score"])
         if "generate" not in order:
             return []
         ids = [one["id"] for one in order["generate"]]
@@ -159,26 +160,17 @@ class Serving:
         return []
 
     def _score(self, failed: list[tuple[str, str, bool]]) -> list[Sequence[Any]]:
-        """Score one pack of the waiting texts; return their answers, and add what cannot be scored to `failed`."""
-        if not self._texts:
+        """Score the first pack; return its answers, and add what cannot be scored to `failed`."""
+        if not self._packs:
             return []
-        first, tokens, pack = self._texts[0], 0, list[Mapping[str, Any]]()
-        for text in self._texts:
-            tokens += len(text["tokens"])
-            alike = (text["top"], text["policy"]) == (first["top"], first["policy"])
-            if not alike or (pack and tokens > _PACK):
-                break
-            pack.append(text)
-        del self._texts[: len(pack)]
+        pack = self._packs[0]
         try:
-            found = self._rollout.score([text["tokens"] for text in pack], first["top"], first["policy"])
+            found = self._rollout.score(list(pack["texts"].values()), pack["top"], pack["policy"])
         except InputError as error:
-            failed += [(text["id"], str(error), True) for text in pack]
-            return []
-        except PosttrainError:
-            self._texts = [*pack, *self._texts]  # so that they fail with the others
-            raise
-        return [(text["id"], *_scores(scores)) for text, scores in zip(pack, found, strict=True)]
+            failed += [(text, str(error), True) for text in pack["texts"]]
+            found = []
+        del self._packs[0]  # after another error, it fails with the others
+        return [(text, *_scores(scores)) for text, scores in zip(pack["texts"], found, strict=False)]
 
     def _deltas(self) -> list[Sequence[Any]]:
         found = list[Sequence[Any]]()
@@ -196,9 +188,9 @@ class Serving:
 
     def _fail_all(self, message: str) -> list[tuple[str, str, bool]]:
         """Forget everything in progress: the engine has dropped its generations."""
-        ids = [*self._unanswered, *(text["id"] for text in self._texts)]
+        ids = [*self._unanswered, *(text for pack in self._packs for text in pack["texts"])]
         self._rollout.abort(self._unanswered)
-        self._unanswered, self._streams, self._texts = set(), {}, []
+        self._unanswered, self._streams, self._packs = set(), {}, []
         return [(one, message, False) for one in ids]
 
 
@@ -211,6 +203,18 @@ def _taken(orders: Orders, *, wait: bool) -> Iterator[str]:
             yield orders.get_nowait()
         except queue.Empty:
             return
+
+
+def _packs(order: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Yield an order's texts in packs of bounded size."""
+    pack, size = dict[str, Sequence[int]](), 0
+    for name, tokens in order["texts"].items():
+        if pack and size + len(tokens) > _PACK:
+            yield {**order, "texts": pack}
+            pack, size = {}, 0
+        pack[name] = tokens
+        size += len(tokens)
+    yield {**order, "texts": pack}
 
 
 def _generation(order: Mapping[str, Any]) -> Generation:

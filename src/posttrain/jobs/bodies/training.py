@@ -35,6 +35,7 @@ from posttrain.engine.assembly import PoolOf, open_learner, open_roles
 from posttrain.engine.batch import Document
 from posttrain.engine.config import (
     EvaluateConfig,
+    HarnessConfig,
     InitModelConfig,
     RowsConfig,
     SamplingConfig,
@@ -201,7 +202,7 @@ def tell_sizes(job: Job, found: Settled) -> dict[str, float]:
     return metrics
 
 
-def choose(job: Job, config: TrainingConfig | EvaluateConfig) -> Settled:
+def choose(job: Job, config: TrainingConfig | EvaluateConfig | HarnessConfig) -> Settled:
     """Return the sizes that `planner.sizes` chooses for this machine."""
     load = config.load(job.order.kind)
     room = Room() if load.ray_address is not None else room_of(this_machine())

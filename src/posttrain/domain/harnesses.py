@@ -1,0 +1,143 @@
+"""Harnesses: programs that measure a served model on tasks of their own, lm-eval or Inspect.
+
+`posttrain harness fetch` puts a harness with its packages and the data of its tasks into one folder, which is
+registered as an asset. The folder has these files::
+
+    harness.json   the facts: program, version, packages with the digests of their archives, tasks, Python, platform
+    site.tar       the installed packages
+    tasks/         the files of tasks that the harness itself does not have
+    data/          the tasks' data sets, as the cache of Hugging Face's libraries
+
+The facts name each task's metrics, so a plan can check gates before any program runs.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from posttrain.domain.errors import InputError, nearest
+from posttrain.domain.kinds import RATE, SHARE, ItemRange
+
+LM_EVAL, INSPECT = "lm-eval", "inspect"
+PROGRAMS = (LM_EVAL, INSPECT)
+FACTS, PACKAGES, TASKS, DATA = "harness.json", "site.tar", "tasks", "data"  # in the folder
+SCHEMA = 1
+# aggregations; letters: the mean of correct, partial and incorrect answers; unknown: of a scorer with any values
+MEAN, LETTERS, UNKNOWN = "mean", "letters", "unknown"
+RATES = ("acc", "acc_norm", "acc_mutual_info", "acc_bytes", "exact_match")  # of lm-eval: 0 or 1 for each document
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A task of a harness."""
+
+    version: str
+    documents: int
+    metrics: Mapping[str, str]  # metric of a document → how the harness aggregates it
+    source: str = ""  # what the harness calls it on its command line; "": its name
+
+
+@dataclass(frozen=True, slots=True)
+class Harness:
+    """The facts of a harness."""
+
+    program: str  # one of PROGRAMS
+    version: str
+    python: str  # version and platform for which the packages were installed
+    packages: Mapping[str, Sequence[str]]  # name → version, digest of the archive
+    tasks: Mapping[str, Task]
+    groups: Mapping[str, Sequence[str]] = field(default_factory=dict)  # name → its tasks
+    schema: int = SCHEMA
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: Any, place: str) -> Harness:
+        """Return the inverse of `to_json`.
+
+        Args:
+            place: where the facts are, for errors.
+
+        Raises:
+            InputError: the facts are not those of a harness, or of another schema.
+        """
+        try:
+            if value["schema"] != SCHEMA or value["program"] not in PROGRAMS:
+                raise ValueError(f"schema {value['schema']!r:.20} and program {value['program']!r:.40}")
+            tasks = {str(name): Task(**task) for name, task in value["tasks"].items()}
+            return cls(**{**value, "tasks": tasks})
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise InputError(
+                f"{place}: must have the facts of a harness, got {type(error).__name__}: {error!s:.100}; make the "
+                "folder with posttrain harness fetch"
+            ) from error
+
+    def chosen(self, tasks: Sequence[str]) -> dict[str, Task]:
+        """Return the tasks of these names, each a task or a group; of no names: all tasks.
+
+        Raises:
+            InputError: a name is unknown.
+        """
+        known = {**{name: (name,) for name in self.tasks}, **self.groups}
+        other = next((name for name in tasks if name not in known), None)
+        if other is not None:
+            raise InputError(
+                f"tasks: {other!r} was not fetched{nearest(other, known)}; name one of {', '.join(sorted(known))}, or "
+                "fetch it with posttrain harness fetch"
+            )
+        return {one: self.tasks[one] for name in tasks or self.tasks for one in known[name]}
+
+    def metrics(self, tasks: Sequence[str], ranges: Mapping[str, tuple[float, float]]) -> dict[str, ItemRange | None]:
+        """Return the metrics of tasks → the range of an item's value; None: no gate can judge the metric.
+
+        Args:
+            ranges: the ranges of metrics that the harness does not declare.
+
+        Raises:
+            InputError: a task is unknown, or a range is of no metric that is a mean of items.
+        """
+        measured = {
+            f"{name}/{metric}": aggregation
+            for name, task in self.chosen(tasks).items()
+            for metric, aggregation in task.metrics.items()
+        }
+        found = {metric: self._range(metric, aggregation) for metric, aggregation in measured.items()}
+        for metric, ends in ranges.items():
+            part = next((one for one in measured if metric.startswith(f"{one}/")), metric)
+            if part not in measured or (part != metric and measured[part] != UNKNOWN):
+                raise InputError(f"ranges: {metric!r} is no metric of these tasks{nearest(metric, found)}; correct it")
+            if measured[part] not in (MEAN, LETTERS, UNKNOWN):
+                raise InputError(
+                    f"ranges: {metric!r} is not the mean of one value per item (aggregation: {measured[part]}), so no "
+                    "gate can judge it; leave it out"
+                )
+            found[metric] = ItemRange(*ends)
+        return found
+
+    def _range(self, metric: str, aggregation: str) -> ItemRange | None:
+        rate = self.program == LM_EVAL and metric.rpartition("/")[2].partition(",")[0] in RATES
+        return {MEAN: RATE if rate else None, LETTERS: SHARE}.get(aggregation)
+
+
+def read_facts(data: bytes, place: str) -> Harness:
+    """Return the facts in `harness.json`.
+
+    Raises:
+        InputError: the bytes are not such facts.
+    """
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{place}: is not JSON: {error!s:.100}; make it with posttrain harness fetch") from error
+    return Harness.from_json(value, place)
+
+
+def this_python() -> str:
+    """Return version and platform of this interpreter: `3.11 linux-x86_64`."""
+    return f"{sys.version_info[0]}.{sys.version_info[1]} {sys.platform}-{platform.machine()}"

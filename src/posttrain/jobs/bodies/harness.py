@@ -1,0 +1,278 @@
+"""The evaluation of a model by a harness: lm-eval or Inspect in a cell, over a server of the model.
+
+::
+
+    job ── posttrain.serving ── engine        serves the model, and counts what is spent
+     └──── cell: lm-eval or Inspect           its packages and tasks, no network but the server
+
+The harness reads its packages, which are unpacked once on each machine, and its tasks and data. It can write only in
+its scratch folder. Its results become `outputs/metrics.parquet` and `outputs/items.parquet`, as of any evaluation.
+A metric that is not the mean of one value per item is reported with its numerator and denominator.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import tarfile
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from posttrain.domain.errors import BudgetExceededError, InputError, JobFailedError
+from posttrain.domain.harnesses import DATA, INSPECT, LM_EVAL, PACKAGES, TASKS, Harness, this_python
+from posttrain.domain.jobs import JobResult, Metric, Note, Progress, seconds_short
+from posttrain.domain.kinds import HARNESS, ItemRange
+from posttrain.engine.config import HarnessConfig
+from posttrain.foreign.evaluations import Answered, Measured, read_answers, read_evaluation
+from posttrain.jobs.bodies.evaluation import ITEM_TYPES, METRIC_TYPES, OUTPUTS, write_table
+from posttrain.jobs.bodies.rewards import workspace_folders
+from posttrain.jobs.bodies.served import ServedModel
+from posttrain.jobs.bodies.training import choose, tell_sizes
+from posttrain.jobs.entry import Job, failed
+from posttrain.sandbox.program import Program, run_program
+from posttrain.store.trees import scratch
+
+_WEIGHTS = (".safetensors", ".bin", ".pt")  # files of a model that a tokenizer does not need
+_TOGETHER, _TEXTS = 8, 16  # requests of lm-eval at a time, and texts of one request
+_KEYS = {LM_EVAL: "OPENAI_API_KEY", INSPECT: "POSTTRAIN_API_KEY"}  # variables with the key of the served model
+
+
+def body(job: Job) -> JobResult:
+    """Run the harness, and write both tables."""
+    config = HarnessConfig.model_validate(dict(job.order.params))
+    facts = Harness.from_json(job.order.inputs[HARNESS].meta, job.label(HARNESS))
+    if facts.python != this_python():
+        raise InputError(
+            f"{job.label(HARNESS)}: its packages are for Python {facts.python}, and this job runs on {this_python()}; "
+            "fetch it on such a machine: posttrain harness fetch"
+        )
+    folder, packages, model = job.input(HARNESS), _unpacked(job), job.input("model")
+    sizes = choose(job, config)
+    tell_sizes(job, sizes)
+    out = job.folder / "outputs" / HARNESS
+    out.mkdir(parents=True)
+    runtime = config.runtime.model_dump(mode="json", include={"device", "dtype", "threads"})
+    served = ServedModel(job, model, runtime, config.max_length, sizes.load.kv_cache)
+    try:
+        with served:
+            slower = job.tell_fallbacks(served.facts["fallbacks"])
+            job.tell_start()
+            program = _program(config, facts, served, folder, packages, model)
+            watch = _Watch(job, config, facts, served)
+            for note in run_program(
+                program, out, watch.look, hidden=workspace_folders(job), confined=not job.order.trust_rewards
+            ):
+                job.sink(Note(note, time.time(), "warning"))
+        means = _write(job, config, facts, out)
+    except _StoppedError:
+        return JobResult("stopped", tokens=served.tokens)
+    except Exception as error:
+        return failed(error, served.tokens)
+    job.sink(Metric(0, means, time.time()))
+    return JobResult("succeeded", OUTPUTS, means | slower, served.tokens)
+
+
+class _StoppedError(Exception):
+    """A stop was requested."""
+
+
+class _Watch:
+    """Reports progress, and ends a harness that exceeds a limit."""
+
+    def __init__(self, job: Job, config: HarnessConfig, facts: Harness, served: ServedModel) -> None:
+        self._job, self._served, self._timeout, self._name = job, served, config.timeout, facts.program
+        tasks = facts.chosen(config.tasks).values()
+        self._total = sum(min(config.limit or task.documents, task.documents) for task in tasks)
+        self._seen, self._at = -1, time.monotonic()
+
+    def look(self) -> None:
+        """Raise the reason why the harness must end."""
+        self._served.check()
+        job, now = self._job, time.monotonic()
+        if job.stopping():
+            raise _StoppedError
+        if job.deadline is not None and time.time() >= job.deadline:
+            late = seconds_short(job.order.seconds_allowance, job.order.seconds_declared)
+            raise BudgetExceededError(f"{late} during evaluation; raise budget.wall_clock")
+        answered = self._served.answered
+        if answered != self._seen:
+            self._seen, self._at = answered, now
+            total = max(self._total, answered)
+            job.sink(Progress(answered, total, "evaluate", self._served.tokens, time.time()))
+        elif now - self._at > self._timeout:
+            raise JobFailedError(
+                f"{self._name} sent no request for {self._timeout:g} s and was ended; see log.txt, or raise timeout"
+            )
+
+
+def _unpacked(job: Job) -> Path:
+    """Return the folder with the packages of the harness, unpacked once on this machine."""
+    digest = job.order.inputs[HARNESS].digest.removeprefix("sha256:")
+    folder = Path(job.order.cache_dir) / "harnesses" / digest
+    if not folder.is_dir():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with scratch(folder.parent, "unpacking-") as made:
+            with tarfile.open(job.input(HARNESS) / PACKAGES) as archive:
+                archive.extractall(made / "site", filter="data")
+            with suppress(OSError):  # another job was faster
+                (made / "site").rename(folder)
+    return folder
+
+
+def _program(
+    config: HarnessConfig, facts: Harness, served: ServedModel, folder: Path, packages: Path, model: Path
+) -> Program:
+    """Return the command of the harness."""
+    files = {
+        f"tokenizer/{path.name}": path for path in model.iterdir() if path.is_file() and path.suffix not in _WEIGHTS
+    }
+    tasks = folder / TASKS
+    if tasks.is_dir():
+        files[TASKS] = tasks
+    words = _lm_eval(config, facts, served, tasks.is_dir()) if facts.program == LM_EVAL else _inspect(config, facts)
+    return Program(
+        facts.program,
+        # without the packages of this environment, since the harness has its own
+        [sys.executable, "-s", "-S", "-P", "-m", *words],
+        {
+            **{"PYTHONPATH": str(packages), "HF_HOME": "{home}/hf", "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"},
+            **{"TOKENIZERS_PARALLELISM": "false", "HF_ALLOW_CODE_EVAL": "1", "TQDM_MININTERVAL": "10"},
+            **{"INSPECT_LOG_LEVEL": "warning", "POSTTRAIN_BASE_URL": f"{served.url}/v1"},
+        },
+        files=files,
+        readable=[packages],
+        linked={"hf": folder / DATA} if (folder / DATA).is_dir() else {},
+        folder=TASKS if tasks.is_dir() else "",
+        network=[urlsplit(served.url).netloc],
+        secrets={_KEYS[facts.program]: served.key},
+    )
+
+
+def _lm_eval(config: HarnessConfig, facts: Harness, served: ServedModel, own_tasks: bool) -> Iterator[str]:
+    about = {
+        **{"model": "model", "base_url": f"{served.url}/v1/completions", "tokenizer_backend": "huggingface"},
+        **{"tokenizer": "{source}/tokenizer", "tokenized_requests": True, "num_concurrent": _TOGETHER},
+        **{"max_length": config.max_length or served.facts["context"], "add_bos_token": config.add_bos_token},
+        **{"max_gen_toks": config.max_new_tokens, "max_retries": 3, "timeout": int(config.timeout)},
+    }
+    yield from ("lm_eval", "run", "--model", "local-completions", "--batch_size", str(_TEXTS))
+    yield from ("--model_args", ",".join(f"{name}={value}" for name, value in about.items()))
+    yield from ("--tasks", ",".join(config.tasks or facts.tasks))
+    yield from ("--output_path", "{home}/out", "--log_samples", "--confirm_run_unsafe_code")
+    yield from ("--include_path", "{source}/" + TASKS) if own_tasks else ()
+    yield from ("--limit", str(config.limit)) if config.limit else ()
+    yield from ("--num_fewshot", str(config.num_fewshot)) if config.num_fewshot is not None else ()
+    yield from ("--apply_chat_template",) if config.chat else ()
+
+
+def _inspect(config: HarnessConfig, facts: Harness) -> Iterator[str]:
+    chosen = facts.chosen(config.tasks)
+    yield from ("inspect_ai", "eval", *(task.source or name for name, task in chosen.items()))
+    yield from ("--model", "openai-api/posttrain/model", "--log-dir", "{home}/out", "--log-format", "json")
+    yield from ("--display", "plain", "--max-retries", "3", "--max-connections", str(_TOGETHER * _TEXTS), "--seed", "0")
+    yield from ("--max-tokens", str(config.max_new_tokens), "--temperature", f"{config.temperature:g}")
+    yield from ("--limit", str(config.limit)) if config.limit else ()
+
+
+def _write(job: Job, config: HarnessConfig, facts: Harness, out: Path) -> dict[str, float]:
+    """Write both tables; return the mean of each metric, and the aggregates of the others.
+
+    Raises:
+        JobFailedError: results are missing, of other tasks, or outside of their range.
+    """
+    pattern = "results_*.json" if facts.program == LM_EVAL else "*.json"
+    files = sorted(out.rglob(pattern))
+    if not files:
+        raise JobFailedError(f"{facts.program} left no results; see log.txt")
+    try:
+        measured = {one.metric: one for path in files for one in read_evaluation(path)[1]}
+        answers = [one for path in files for one in read_answers(path)]
+    except InputError as error:
+        raise JobFailedError(f"{facts.program}: {error}".replace(f"{out}/", "")) from error
+    wanted = facts.metrics(config.tasks, config.ranges)
+    _refuse_others(config, facts, answers, measured)
+    columns: dict[str, list[Any]] = {name: [] for name in METRIC_TYPES}
+    means: dict[str, float] = {}
+    for name, one in measured.items():
+        if one.refused:
+            _tell_refused(job, one)
+            means |= {} if one.value is None or not math.isfinite(one.value) else {name: one.value}
+            continue
+        possible = wanted.get(name)
+        _check(one, possible)
+        means[name] = math.fsum(one.items.values()) / len(one.items)
+        columns["metric"] += [name] * len(one.items)
+        columns["item_id"] += one.items
+        columns["value"] += one.items.values()
+        for part in ("binary", "low", "high"):
+            columns[part] += [possible and getattr(possible, part)] * len(one.items)
+    lacking = [name for name in wanted if name not in means and name not in measured]
+    if lacking:
+        raise JobFailedError(f"{facts.program}: results of {lacking[0]} are missing; see log.txt, then fetch again")
+    write_table(columns, METRIC_TYPES, job.folder / OUTPUTS["metrics"].path)
+    write_table(_items(answers, measured, wanted), ITEM_TYPES, job.folder / OUTPUTS["items"].path)
+    return means
+
+
+def _refuse_others(
+    config: HarnessConfig, facts: Harness, answers: Sequence[Answered], measured: Mapping[str, Measured]
+) -> None:
+    """Refuse results of other tasks, and of another number of documents than the limit and the facts state."""
+    tasks = facts.chosen(config.tasks)
+    known = {*tasks, *facts.groups}
+    other = next((name for name in measured if not any(name.startswith(f"{one}/") for one in known)), None)
+    if other is not None:
+        raise JobFailedError(f"{facts.program}: results of {other} belong to no task of the stage; see log.txt")
+    for name, task in tasks.items():
+        kinds = {one.kind for one in answers if one.task == name} or {""}
+        wanted = min(config.limit or task.documents, task.documents)
+        for kind in kinds:
+            found = sum(one.task == name and one.kind == kind for one in answers)
+            if found != wanted:
+                raise JobFailedError(
+                    f"{facts.program}: results of {name} must have {wanted} documents, got {found}; see log.txt"
+                )
+
+
+def _check(one: Measured, possible: ItemRange | None) -> None:
+    """Refuse values that are missing or outside of the range."""
+    for item, value in one.items.items():
+        if not math.isfinite(value):
+            raise JobFailedError(f"{one.metric}: has no value for {item}; see log.txt, then retry")
+        if possible and not (possible.low <= value <= possible.high and (value in (0, 1) or not possible.binary)):
+            what = "0 or 1" if possible.binary else f"within {possible.low:g} and {possible.high:g}"
+            raise JobFailedError(
+                f"{one.metric}: must be {what}, got {value:g} for {item}; declare its range in ranges: [LEAST, MOST]"
+            )
+
+
+def _tell_refused(job: Job, one: Measured) -> None:
+    value = "" if one.value is None else f" {one.value:.6g}"
+    parts = "" if one.numerator is None else f" ({one.numerator:.6g} over {one.denominator:.6g})"
+    job.sink(Note(f"{one.metric}{value}{parts}: no gate can judge it: {one.refused}", time.time()))
+
+
+def _items(
+    answers: Iterable[Answered], measured: Mapping[str, Measured], wanted: Mapping[str, ItemRange | None]
+) -> dict[str, list[Any]]:
+    """Return the columns of the items; an item is correct by the first metric of its task that is 0 or 1."""
+    rates = [name for name, possible in wanted.items() if possible and possible.binary and name in measured]
+    first = {name.rpartition("/")[0]: measured[name].items for name in reversed(rates)}
+    columns: dict[str, list[Any]] = {name: [] for name in ITEM_TYPES}
+    places: dict[tuple[str, str, str], int] = {}
+    for one in answers:
+        right = first.get(one.task, {}).get(one.item)
+        place = (one.task, one.item, "")
+        places[place] = places.get(place, -1) + 1
+        row = {
+            **{"suite": one.task, "item_id": one.item, "prompt": one.prompt, "answer": one.answer},
+            **{"kind": "greedy" if not places[place] else "sampled", "sample_index": places[place]},
+            **{"response": one.response, "extracted": one.extracted, "correct": None if right is None else right == 1},
+        }
+        for name, column in columns.items():
+            column.append(row.get(name))
+    return columns

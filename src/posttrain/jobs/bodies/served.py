@@ -1,0 +1,132 @@
+"""A model that a job serves to its own programs: a separate server (`posttrain.serving`), which ends with the job.
+
+The server answers only callers with the job's key. What they spend counts as the job's: the server computes an answer
+when the most that it can spend was granted, and a grant is recorded before the server receives it. So the budget holds
+also for a program that asks for too much, and after a kill.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Self
+
+from posttrain.domain.errors import BudgetExceededError, InfrastructureError, InputError, JobFailedError, PosttrainError
+from posttrain.domain.jobs import tokens_short
+from posttrain.execution.processes import without_keys
+from posttrain.jobs.entry import Job
+
+LOADING = 3600.0  # seconds within which a model must be loaded
+_GRANT = 1 << 16  # tokens beyond those that are needed
+_ENDS = 15.0  # seconds in which a server without requests ends
+
+
+class ServedModel:
+    """A served model, once `with` has started it.
+
+    Args:
+        folder: the model's files.
+        runtime: device, dtype and threads.
+        context: maximum tokens of a prompt with its response; None: those of the model.
+        kv_cache: maximum bytes of keys and values; None: half of the free memory.
+
+    Raises:
+        InputError, JobFailedError: the model cannot be served.
+        InfrastructureError: the server ended, or needed more than an hour to load the model.
+    """
+
+    url: str
+    facts: Mapping[str, Any]  # of the engine: see `jobs.bodies.serving.serve`
+
+    def __init__(
+        self, job: Job, folder: Path, runtime: Mapping[str, Any], context: int | None, kv_cache: int | None
+    ) -> None:
+        self._job, self.key = job, secrets.token_urlsafe(24)
+        self.tokens = self.answered = self._granted = 0
+        self._error: PosttrainError | None = None
+        self._started = threading.Event()
+        environment = {name: value for name, value in without_keys(os.environ).items() if not name.startswith("PYTHON")}
+        self._process = subprocess.Popen(
+            [sys.executable, "-s", "-P", "-m", "posttrain.serving"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            text=True, env=environment, start_new_session=True,
+        )  # fmt: skip
+        limited = job.order.token_allowance is not None
+        about = {"name": "model", "digest": job.order.inputs["model"].digest, "key": self.key, "folder": str(folder)}
+        settings = {"runtime": runtime, "context": context, "kv_cache": kv_cache, "granted": 0 if limited else None}
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._tell({**about, **settings, "asked_by": os.getpid(), "threads": runtime.get("threads", 1)})
+
+    def __enter__(self) -> Self:
+        self._reader.start()
+        try:
+            if not self._started.wait(LOADING):
+                raise InfrastructureError(f"the model was not loaded within {LOADING:g} s; check the machine")
+            self.check()
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end()
+
+    def check(self) -> None:
+        """Raise the error that ended the server, or the budget that its callers would exceed."""
+        if self._error is not None:
+            raise self._error
+
+    def _end(self) -> None:
+        assert self._process.stdin is not None
+        with suppress(OSError):
+            self._process.stdin.close()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(_ENDS)
+        self._process.kill()
+        self._process.wait()
+        if self._reader.ident:
+            self._reader.join()
+        self._job.meter(self.tokens, 0)
+
+    def _read(self) -> None:
+        """Take the server's reports until it ends."""
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            found = json.loads(line)
+            if "error" in found:
+                kind = InputError if found["exit_code"] == InputError.exit_code else JobFailedError
+                self._error = kind(found["error"])
+            elif "url" in found:
+                self.url, self.facts = found["url"], found["facts"]
+                self._started.set()
+            else:
+                self._take(found)
+        self._error = self._error or InfrastructureError("the server of the model ended; see log.txt, then retry")
+        self._started.set()
+
+    def _take(self, report: Mapping[str, int]) -> None:
+        """Count what was spent, and grant more if the budget has room."""
+        self.tokens, self.answered = report["spent"], report["answered"]
+        order, worst = self._job.order, report["held"] + report["wanted"]
+        limit = order.token_allowance
+        if limit is not None and self.tokens + worst > limit:
+            short = tokens_short("the next answers", worst, self.tokens, limit, order.tokens_declared)
+            self._error = BudgetExceededError(f"{short}; raise budget.tokens")
+            return
+        if limit is not None and report["wanted"]:
+            self._granted = min(limit, self.tokens + worst + _GRANT)
+        self._job.meter(self.tokens, max(self._granted - self.tokens, worst))
+        if limit is not None and report["wanted"]:
+            self._tell({"granted": self._granted})
+
+    def _tell(self, line: Mapping[str, Any]) -> None:
+        assert self._process.stdin is not None
+        with suppress(OSError):  # it has ended, which the reader reports
+            self._process.stdin.write(json.dumps(line) + "\n")
+            self._process.stdin.flush()
