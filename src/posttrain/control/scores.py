@@ -322,8 +322,8 @@ class Answered:
     kind: str  # greedy | sample
     sample: int
     correct: bool | None  # None: no answer to compare with
-    truncated: bool
-    tokens: int
+    truncated: bool | None  # None: a harness does not record it
+    tokens: int | None
     reward: float | None = None  # None: the suite has no reward
 
 

@@ -28,7 +28,7 @@ PROGRAMS = (LM_EVAL, INSPECT)
 FACTS, PACKAGES, TASKS, DATA = "harness.json", "site.tar", "tasks", "data"  # in the folder
 SCHEMA = 1
 # aggregations; letters: the mean of correct, partial and incorrect answers; unknown: of a scorer with any values
-MEAN, LETTERS, UNKNOWN = "mean", "letters", "unknown"
+MEANS = MEAN, LETTERS, UNKNOWN = "mean", "letters", "unknown"
 RATES = ("acc", "acc_norm", "acc_mutual_info", "acc_bytes", "exact_match")  # of lm-eval: 0 or 1 for each document
 
 
@@ -93,6 +93,11 @@ class Harness:
             )
         return {one: self.tasks[one] for name in tasks or self.tasks for one in known[name]}
 
+    def aggregations(self, tasks: Sequence[str]) -> dict[str, str]:
+        """Return the metrics of tasks → how each is aggregated; those in `MEANS` have a value for each item."""
+        chosen = self.chosen(tasks).items()
+        return {f"{name}/{metric}": how for name, task in chosen for metric, how in task.metrics.items()}
+
     def metrics(self, tasks: Sequence[str], ranges: Mapping[str, tuple[float, float]]) -> dict[str, ItemRange | None]:
         """Return the metrics of tasks → the range of an item's value; None: no gate can judge the metric.
 
@@ -102,17 +107,13 @@ class Harness:
         Raises:
             InputError: a task is unknown, or a range is of no metric that is a mean of items.
         """
-        measured = {
-            f"{name}/{metric}": aggregation
-            for name, task in self.chosen(tasks).items()
-            for metric, aggregation in task.metrics.items()
-        }
+        measured = self.aggregations(tasks)
         found = {metric: self._range(metric, aggregation) for metric, aggregation in measured.items()}
         for metric, ends in ranges.items():
             part = next((one for one in measured if metric.startswith(f"{one}/")), metric)
             if part not in measured or (part != metric and measured[part] != UNKNOWN):
                 raise InputError(f"ranges: {metric!r} is no metric of these tasks{nearest(metric, found)}; correct it")
-            if measured[part] not in (MEAN, LETTERS, UNKNOWN):
+            if measured[part] not in MEANS:
                 raise InputError(
                     f"ranges: {metric!r} is not the mean of one value per item (aggregation: {measured[part]}), so no "
                     "gate can judge it; leave it out"

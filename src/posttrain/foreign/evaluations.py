@@ -236,13 +236,14 @@ def _lm_eval_answers(task: str, path: Path) -> Iterator[Answered]:
             row["arguments"][name] for name in sorted(row["arguments"], key=lambda one: int(one.rpartition("_")[2]))
         ]
         given = [one[0] for one in row["resps"]]
-        if isinstance(given[0], str):  # a text
+        choices, answer = [one.get("arg_1") for one in asked], row["target"]
+        response, extracted = "", None  # of the likelihood of the prompt itself
+        if isinstance(choices[0], dict):  # settings of a generation
             response, extracted = given[0], str(row["filtered_resps"][0])
-        elif len(asked) > 1:
-            response, extracted = asked[max(range(len(given)), key=lambda at: float(given[at][0]))]["arg_1"], None
-        else:  # the likelihood of the prompt itself
-            response, extracted = "", None
-        yield Answered(task, item, row["filter"], str(asked[0]["arg_0"]), row["target"], str(response), extracted)
+        elif choices[0] is not None:
+            response = choices[max(range(len(choices)), key=lambda at: float(given[at][0]))]
+            answer = choices[int(answer)] if answer.isdecimal() and int(answer) < len(choices) else answer
+        yield Answered(task, item, row["filter"], str(asked[0]["arg_0"]), answer, str(response), extracted)
 
 
 def _document(row: Mapping[str, Any]) -> str:

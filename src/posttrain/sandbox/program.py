@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from posttrain.domain.errors import InfrastructureError, InputError, JobFailedError
+from posttrain.domain.errors import FailureClass, InfrastructureError, InputError, JobFailedError
 from posttrain.sandbox.process import TRUST
 from posttrain.sandbox.protocol import Ended, MalformedError
 from posttrain.sandbox.session import (
@@ -35,6 +35,12 @@ _LIMITS = {"RLIMIT_AS": 64 * 2**30, "RLIMIT_FSIZE": SCRATCH, "RLIMIT_NOFILE": 40
 _LOOK = 0.2  # seconds between two calls of `between`
 _REPORT = 60.0  # seconds within which the worker describes the end of the program
 _KEPT, _SHOWN = 1 << 13, 300  # bytes of the last output, and characters of its last line
+
+
+class ProgramError(JobFailedError):
+    """A program failed, or left what it must not leave."""
+
+    failure_class = FailureClass.BAD_INPUT
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +94,7 @@ def run_program(
 
     Raises:
         InputError: the program cannot be confined.
-        JobFailedError: the program failed, used too much memory, or left files that cannot be copied.
+        ProgramError: the program failed, used too much memory, or left files that cannot be copied.
         InfrastructureError: the program was killed from outside, or its cell could not be made in time.
     """
     scratch, tail = Scratch(), _Tail()
@@ -112,10 +118,10 @@ def run_program(
     except LateError:
         raise InfrastructureError(f"{program.name}: its cell did not answer in time; retry") from None
     except EndedError as error:
-        kind = InfrastructureError if error.killed else JobFailedError
+        kind = InfrastructureError if error.killed else ProgramError
         raise kind(f"{program.name} {error}{tail.last}") from None
     except MalformedError as error:
-        raise JobFailedError(f"{program.name} answered {error}; it must not write to its cell's socket") from None
+        raise ProgramError(f"{program.name} answered {error}; it must not write to its cell's socket") from None
     finally:
         scratch.close()
 
@@ -129,15 +135,14 @@ def _finish(program: Program, session: Session, packed: Path, between: Callable[
         between()
     message = session.hear((asked,), time.monotonic() + _REPORT)
     if not isinstance(message, Ended):
-        raise JobFailedError(f"{program.name}: {getattr(message, 'message', message)}")
+        raise ProgramError(f"{program.name}: {getattr(message, 'message', message)}")
     [left] = session.descriptors(1, time.monotonic() + _REPORT)
     with os.fdopen(left, "rb") as source, packed.open("wb") as target:
         shutil.copyfileobj(source, target)
-    between()
     if message.code:
-        session.close()  # its whole output is written then
+        session.close()  # its whole output is in the log then
         how = f"signal {-message.code}" if message.code < 0 else f"exit code {message.code}"
-        raise JobFailedError(f"{program.name} ended with {how}{tail.last}")
+        raise ProgramError(f"{program.name} ended with {how}{tail.last}")
 
 
 def _unpack(name: str, packed: Path, out: Path) -> None:
@@ -148,8 +153,8 @@ def _unpack(name: str, packed: Path, out: Path) -> None:
             for member in archive:
                 left -= member.size
                 if left < 0 or member.issparse():
-                    raise JobFailedError(f"{name} must leave at most {SCRATCH} bytes in its folder, got more")
+                    raise ProgramError(f"{name} must leave at most {SCRATCH} bytes in its folder, got more")
                 if member.isreg():
                     archive.extract(member, out, filter="data")
     except (tarfile.TarError, OSError, ValueError) as error:
-        raise JobFailedError(f"{name} left files that cannot be copied: {error!s:.200}") from error
+        raise ProgramError(f"{name} left files that cannot be copied: {error!s:.200}") from error

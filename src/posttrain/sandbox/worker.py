@@ -421,7 +421,7 @@ def serve(channel: socket.socket, marker: mmap.mmap, source: str) -> None:
 
 
 def run_program(channel: socket.socket, request: Mapping[str, Any], source: str) -> None:
-    """Run another program to its end, and send its exit code and a tar file of what it left in the folder `out`.
+    """Run another program to its end; send its exit code, and a tar file of what it left in `out` if it succeeded.
 
     Args:
         request: `words`, the command, and `variables`; in them, `{home}` is the working folder and `{source}` that of
@@ -446,9 +446,10 @@ def run_program(channel: socket.socket, request: Mapping[str, Any], source: str)
         words, folder = [placed(word) for word in request["words"]], os.path.join(source, request["folder"])
         done = subprocess.run(words, env=environment, cwd=folder, stdin=subprocess.DEVNULL, check=False)
         with tempfile.TemporaryFile(dir=".") as packed:
-            with tarfile.open(fileobj=packed, mode="w") as archive:
-                archive.add("out", filter=lambda one: one if one.isreg() or one.isdir() else None)
-            packed.seek(0)
+            if not done.returncode:
+                with tarfile.open(fileobj=packed, mode="w") as archive:
+                    archive.add("out", filter=lambda one: one if one.isreg() or one.isdir() else None)
+                packed.seek(0)
             send(channel, {"id": request["id"], "code": done.returncode})
             socket.send_fds(channel, [b"P"], [packed.fileno()])
     except (OSError, shutil.Error) as error:

@@ -84,6 +84,7 @@ async def _serve(request: Mapping[str, Any], lines: IO[str], told: Told) -> None
         server.should_exit = True
         await serving
         await models.close()
+        spending.short()
 
 
 async def _as_judged(served: Served) -> None:

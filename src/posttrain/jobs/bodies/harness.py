@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from posttrain.domain.errors import BudgetExceededError, InputError, JobFailedError
-from posttrain.domain.harnesses import DATA, INSPECT, LM_EVAL, PACKAGES, TASKS, Harness, this_python
+from posttrain.domain.errors import BudgetExceededError, InputError
+from posttrain.domain.harnesses import DATA, INSPECT, LM_EVAL, MEANS, PACKAGES, TASKS, Harness, this_python
 from posttrain.domain.jobs import JobResult, Metric, Note, Progress, seconds_short
 from posttrain.domain.kinds import HARNESS, ItemRange
 from posttrain.engine.config import HarnessConfig
@@ -33,7 +33,7 @@ from posttrain.jobs.bodies.rewards import workspace_folders
 from posttrain.jobs.bodies.served import ServedModel
 from posttrain.jobs.bodies.training import choose, tell_sizes
 from posttrain.jobs.entry import Job, failed
-from posttrain.sandbox.program import Program, run_program
+from posttrain.sandbox.program import Program, ProgramError, run_program
 from posttrain.store.trees import scratch
 
 _WEIGHTS = (".safetensors", ".bin", ".pt")  # files of a model that a tokenizer does not need
@@ -67,7 +67,7 @@ def body(job: Job) -> JobResult:
                 program, out, watch.look, hidden=workspace_folders(job), confined=not job.order.trust_rewards
             ):
                 job.sink(Note(note, time.time(), "warning"))
-        means = _write(job, config, facts, out)
+        means = write_results(job, config, facts, out)
     except _StoppedError:
         return JobResult("stopped", tokens=served.tokens)
     except Exception as error:
@@ -104,7 +104,7 @@ class _Watch:
             total = max(self._total, answered)
             job.sink(Progress(answered, total, "evaluate", self._served.tokens, time.time()))
         elif now - self._at > self._timeout:
-            raise JobFailedError(
+            raise ProgramError(
                 f"{self._name} sent no request for {self._timeout:g} s and was ended; see log.txt, or raise timeout"
             )
 
@@ -178,26 +178,28 @@ def _inspect(config: HarnessConfig, facts: Harness) -> Iterator[str]:
     yield from ("--limit", str(config.limit)) if config.limit else ()
 
 
-def _write(job: Job, config: HarnessConfig, facts: Harness, out: Path) -> dict[str, float]:
+def write_results(job: Job, config: HarnessConfig, facts: Harness, out: Path) -> dict[str, float]:
     """Write both tables; return the mean of each metric, and the aggregates of the others.
 
     Raises:
-        JobFailedError: results are missing, of other tasks, or outside of their range.
+        ProgramError: results are missing, of other tasks, or outside of their range.
     """
     pattern = "results_*.json" if facts.program == LM_EVAL else "*.json"
     files = sorted(out.rglob(pattern))
     if not files:
-        raise JobFailedError(f"{facts.program} left no results; see log.txt")
+        raise ProgramError(f"{facts.program} left no results; see log.txt")
     try:
         measured = {one.metric: one for path in files for one in read_evaluation(path)[1]}
         answers = [one for path in files for one in read_answers(path)]
     except InputError as error:
-        raise JobFailedError(f"{facts.program}: {error}".replace(f"{out}/", "")) from error
-    wanted = facts.metrics(config.tasks, config.ranges)
+        raise ProgramError(f"{facts.program}: {error}".replace(f"{out}/", "")) from error
+    wanted, aggregations = facts.metrics(config.tasks, config.ranges), facts.aggregations(config.tasks)
     _refuse_others(config, facts, answers, measured)
     columns: dict[str, list[Any]] = {name: [] for name in METRIC_TYPES}
     means: dict[str, float] = {}
     for name, one in measured.items():
+        if one.refused and aggregations.get(name) in MEANS:
+            raise ProgramError(f"{name}: must have a value for each item, but {one.refused}; see log.txt")
         if one.refused:
             _tell_refused(job, one)
             means |= {} if one.value is None or not math.isfinite(one.value) else {name: one.value}
@@ -212,7 +214,7 @@ def _write(job: Job, config: HarnessConfig, facts: Harness, out: Path) -> dict[s
             columns[part] += [possible and getattr(possible, part)] * len(one.items)
     lacking = [name for name in wanted if name not in means and name not in measured]
     if lacking:
-        raise JobFailedError(f"{facts.program}: results of {lacking[0]} are missing; see log.txt, then fetch again")
+        raise ProgramError(f"{facts.program}: results of {lacking[0]} are missing; see log.txt, then fetch again")
     write_table(columns, METRIC_TYPES, job.folder / OUTPUTS["metrics"].path)
     write_table(_items(answers, measured, wanted), ITEM_TYPES, job.folder / OUTPUTS["items"].path)
     return means
@@ -226,14 +228,14 @@ def _refuse_others(
     known = {*tasks, *facts.groups}
     other = next((name for name in measured if not any(name.startswith(f"{one}/") for one in known)), None)
     if other is not None:
-        raise JobFailedError(f"{facts.program}: results of {other} belong to no task of the stage; see log.txt")
+        raise ProgramError(f"{facts.program}: results of {other} belong to no task of the stage; see log.txt")
     for name, task in tasks.items():
         kinds = {one.kind for one in answers if one.task == name} or {""}
         wanted = min(config.limit or task.documents, task.documents)
         for kind in kinds:
             found = sum(one.task == name and one.kind == kind for one in answers)
             if found != wanted:
-                raise JobFailedError(
+                raise ProgramError(
                     f"{facts.program}: results of {name} must have {wanted} documents, got {found}; see log.txt"
                 )
 
@@ -242,10 +244,10 @@ def _check(one: Measured, possible: ItemRange | None) -> None:
     """Refuse values that are missing or outside of the range."""
     for item, value in one.items.items():
         if not math.isfinite(value):
-            raise JobFailedError(f"{one.metric}: has no value for {item}; see log.txt, then retry")
+            raise ProgramError(f"{one.metric}: has no value for {item}; see log.txt, then retry")
         if possible and not (possible.low <= value <= possible.high and (value in (0, 1) or not possible.binary)):
             what = "0 or 1" if possible.binary else f"within {possible.low:g} and {possible.high:g}"
-            raise JobFailedError(
+            raise ProgramError(
                 f"{one.metric}: must be {what}, got {value:g} for {item}; declare its range in ranges: [LEAST, MOST]"
             )
 

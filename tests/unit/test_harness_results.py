@@ -1,0 +1,127 @@
+"""The results that a harness leaves: what becomes of them, and which are refused."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pyarrow.parquet
+import pytest
+
+from posttrain.domain.errors import InputError
+from posttrain.domain.harnesses import Harness, Task
+from posttrain.domain.jobs import Note
+from posttrain.domain.kinds import RATE, ItemRange
+from posttrain.engine.config import HarnessConfig
+from posttrain.jobs.bodies.harness import write_results
+from posttrain.jobs.entry import Job
+from posttrain.sandbox.program import ProgramError
+
+HOW = {"acc": "mean", "rouge1": "mean", "bleu": "bleu"}
+FACTS = Harness("lm-eval", "0.4.13", "", {}, {"sums": Task("1", 3, HOW)}, {"all": ["sums"]})
+STAMP = "2026-01-01T00-00-00.000000"
+VALUES = {"acc": [0.0, 1.0, 1.0], "rouge1": [0.25, 0.5, 1.0], "bleu": [[1, 2]] * 3}
+
+
+def results(folder: Path, name: str = "sums", values: dict[str, list[Any]] | None = None) -> Path:
+    """Files of lm-eval in a folder."""
+    values = VALUES if values is None else values
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = [
+        {
+            **{"doc_id": at, "doc_hash": hashlib.sha256(bytes([at])).hexdigest(), "filter": "none", "target": "1"},
+            **{"arguments": {f"gen_args_{n}": {"arg_0": f"Q: {at}", "arg_1": f" {n}"} for n in range(2)}},
+            **{"resps": [[["-2.0", "False"]], [["-1.0", "True"]]], "filtered_resps": [], "metrics": list(values)},
+            **{metric: values[metric][at] for metric in values},
+        }
+        for at in range(len(next(iter(values.values()))))
+    ]
+    listed = [{"metric": metric, "aggregation": HOW[metric]} for metric in values]
+    whole = {
+        "results": {name: {f"{metric},none": 0.5 for metric in values}},
+        "configs": {name: {"metric_list": listed}},
+        "n-samples": {name: {"effective": len(rows), "original": len(rows)}},
+    }
+    (folder / f"results_{STAMP}.json").write_text(json.dumps(whole))
+    (folder / f"samples_{name}_{STAMP}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def written(folder: Path, **settings: Any) -> tuple[dict[str, float], list[str]]:
+    """The means, and what was reported."""
+    said: list[Any] = []
+    job = cast("Job", SimpleNamespace(folder=folder, sink=said.append))
+    (folder / "outputs").mkdir(exist_ok=True)
+    config = HarnessConfig(model="base", harness="lm-eval", **settings)
+    means = write_results(job, config, FACTS, folder / "left")
+    return means, [one.message for one in said if isinstance(one, Note)]
+
+
+def test_means_become_items_and_others_are_reported(tmp_path: Path) -> None:
+    results(tmp_path / "left")
+    means, said = written(tmp_path, tasks=("all",), ranges={"sums/rouge1": (0, 1)})
+    assert means == {"sums/acc": pytest.approx(2 / 3), "sums/rouge1": pytest.approx(1.75 / 3), "sums/bleu": 0.5}
+    assert said == [
+        "sums/bleu 0.5: no gate can judge it: it is not the mean of one value per document (aggregation: bleu)"
+    ]
+    rows = pyarrow.parquet.read_table(tmp_path / "outputs" / "metrics.parquet").to_pylist()
+    assert {(row["metric"], row["binary"], row["low"], row["high"]) for row in rows} == {
+        ("sums/acc", True, 0, 1), ("sums/rouge1", False, 0, 1),
+    }  # fmt: skip
+    assert [row["value"] for row in rows] == [*VALUES["acc"], *VALUES["rouge1"]]
+    items = pyarrow.parquet.read_table(tmp_path / "outputs" / "items.parquet").to_pylist()
+    told = [(row["prompt"], row["response"], row["answer"], row["correct"]) for row in items]
+    assert told == [("Q: 0", " 1", " 1", False), ("Q: 1", " 1", " 1", True), ("Q: 2", " 1", " 1", True)]
+
+
+@pytest.mark.parametrize(
+    ("values", "settings", "told"),
+    [
+        ({**VALUES, "acc": [0.0, 1.0]}, {}, "must have 3 documents, got 2"),
+        ({**VALUES, "acc": [0.0, 1.0, 7.0]}, {}, "sums/acc: must be 0 or 1, got 7 for doc 2"),
+        ({**VALUES, "acc": [0.0, 1.0, None]}, {}, "sums/acc: must have a value for each item"),
+        ({**VALUES, "acc": [0.0, 1.0, float("nan")]}, {}, "sums/acc: has no value for doc 2"),
+        ({"acc": VALUES["acc"], "rouge1": VALUES["rouge1"]}, {}, "results of sums/bleu are missing"),
+        (VALUES, {"ranges": {"sums/rouge1": (0, 0.5)}}, "sums/rouge1: must be within 0 and 0.5, got 1 for doc 2"),
+        (VALUES, {"limit": 2}, "results of sums must have 2 documents, got 3"),
+    ],
+)  # fmt: skip
+def test_results_that_are_refused(
+    tmp_path: Path, values: dict[str, list[Any]], settings: dict[str, Any], told: str
+) -> None:
+    results(tmp_path / "left", values=values)
+    with pytest.raises(ProgramError, match=told):
+        written(tmp_path, **settings)
+    assert not list((tmp_path / "outputs").iterdir())
+
+
+def test_results_of_other_tasks_twice_or_none(tmp_path: Path) -> None:
+    with pytest.raises(ProgramError, match="lm-eval left no results"):
+        written(tmp_path)
+    left = results(tmp_path / "left")
+    samples = left / f"samples_sums_{STAMP}.jsonl"
+    lines = samples.read_text().splitlines(keepends=True)
+    samples.write_text("".join([*lines, lines[-1]]))
+    with pytest.raises(ProgramError, match="each document must occur once for a filter, got doc 2 twice"):
+        written(tmp_path)
+    samples.unlink()
+    with pytest.raises(ProgramError, match="results of sums must have 3 documents, got 0"):
+        written(tmp_path)
+    results(tmp_path / "left", name="other")
+    with pytest.raises(ProgramError, match="results of other/acc belong to no task of the stage"):
+        written(tmp_path)
+
+
+def test_metrics_of_a_plan() -> None:
+    assert FACTS.metrics((), {}) == {"sums/acc": RATE, "sums/rouge1": None, "sums/bleu": None}
+    assert FACTS.metrics(("all",), {"sums/rouge1": (0, 1)})["sums/rouge1"] == ItemRange(0, 1)
+    for tasks, ranges, told in (
+        (("sum",), {}, r"tasks: 'sum' was not fetched \(did you mean 'sums'\?\)"),
+        ((), {"sums/bleu": (0, 1)}, "'sums/bleu' is not the mean of one value per item"),
+        ((), {"sums/f1": (0, 1)}, "'sums/f1' is no metric of these tasks"),
+    ):
+        with pytest.raises(InputError, match=told):
+            FACTS.metrics(tasks, cast("dict[str, tuple[float, float]]", ranges))
