@@ -15,6 +15,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+NOWHERE = "http://127.0.0.1:9"  # no server: only with the model's own weights
+
 
 def lm_eval(url: str, folder: str, tasks: str, out: str) -> dict[str, Any]:
     """Metrics, items and seconds of both; the batch size of `hf` is the best of three."""
@@ -36,7 +38,7 @@ def lm_eval(url: str, folder: str, tasks: str, out: str) -> dict[str, Any]:
     )  # fmt: skip
     found: dict[str, Any] = {}
     for name, lm in (
-        ("served", lambda: served),
+        *((("served", lambda: served),) if url != NOWHERE else ()),
         *((f"hf-{size}", lambda size=size: HFLM(pretrained=model, tokenizer=tokenizer, batch_size=size, device="cpu",
                                                 max_length=512)) for size in (1, 16, 64)),
     ):  # fmt: skip

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import families
+import pyarrow.parquet
 import pytest
 import yaml
 from served_model import ServedModel, serving
@@ -53,8 +56,8 @@ def client(tmp_path: Path, what: str, *words: str) -> dict[str, Any]:
     return dict(json.loads(out.read_text()))
 
 
-def tasks(folder: Path) -> Path:
-    """Multiple choice, generation and perplexity on local data."""
+def tasks(folder: Path, rows_file: str = "") -> Path:
+    """Multiple choice, generation and perplexity on local data; `rows_file` is how the tasks name it."""
     dice, made = random.Random(5), folder / "tasks"
     made.mkdir()
     rows = []
@@ -63,7 +66,7 @@ def tasks(folder: Path) -> Path:
         choices = [str(first + second), str(first - second), f"{first} and {second}"]
         rows.append({"q": f"Q: {first} plus {second}\nA:", "ch": choices, "a": 0, "t": choices[0]})
     (made / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    files = {"data_files": {"test": str(made / "rows.jsonl")}}
+    files = {"data_files": {"test": rows_file or str(made / "rows.jsonl")}}
     base = {"dataset_path": "json", "dataset_kwargs": files, "test_split": "test", "doc_to_text": "{{q}}"}
     mean = {"aggregation": "mean", "higher_is_better": True}
     choice = {"output_type": "multiple_choice", "doc_to_choice": "ch", "doc_to_target": "a",
@@ -136,3 +139,78 @@ def test_curl(served: ServedModel) -> None:
     events = [json.loads(line.removeprefix("data: ")) for line in said.splitlines() if line and "[DONE]" not in line]
     text = "".join(event["choices"][0]["text"] for event in events)
     assert [text] == served.texts("Q: 31\nA:", max_tokens=8)
+
+
+@pytest.mark.slow
+def test_a_stage_measures_with_lm_eval(bench: Workbench, tmp_path: Path) -> None:
+    """`harness fetch`, and a stage whose scores are those of lm-eval's own `hf` model, item by item."""
+    tasks(bench.folder, "rows.jsonl")
+    names = ("choice", "drawn", "perplexity")
+    fetched = bench.run("harness", "fetch", "lm-eval", *names, "--include", "tasks", "-o", "json").json
+    packages = fetched["meta"]["packages"]
+    assert packages["lm_eval"][0] == "0.4.13"
+    assert all(digest.startswith("sha256:") for _, digest in packages.values())
+    assert {name: task["documents"] for name, task in fetched["meta"]["tasks"].items()} == dict.fromkeys(names, ITEMS)
+    stage = {"kind": "evaluate", "model": "base", "harness": "lm-eval", "max_length": 512}
+    spec = {"name": "bench", "owner": "e2e", "seed": 5, "model": "model:tiny", "stages": {"bench": stage}}
+    bench.write("bench.yaml", spec)
+    begun = time.perf_counter()
+    bench.run("run", "bench.yaml")
+    print(f"a run with one harness stage: {time.perf_counter() - begun:.1f} s")
+    run = bench.run_id()
+    bench.run("export", "model:tiny", str(tmp_path / "model"))
+    found = client(tmp_path, "lm-eval", "http://127.0.0.1:9", str(tmp_path / "model"), str(tasks(tmp_path)))
+    outputs = bench.root / "runs" / run / "bench" / "001" / "outputs"
+    items = pyarrow.parquet.read_table(outputs / "metrics.parquet").to_pylist()
+    for name in ("choice", "drawn"):
+        for row in found["hf-16"]["items"][name]:
+            mine = {one["metric"]: one["value"] for one in items if one["item_id"].startswith(f"doc {row[0]} (")}
+            values = dict(zip(METRICS[name], row[2:], strict=True))
+            assert {metric: mine[metric] for metric in values} == values
+    results = found["hf-16"]["results"]
+    metrics = bench.run("get", run, "-o", "json").json["stages"][0]["metrics"]
+    assert metrics["choice/acc"] == pytest.approx(results["choice"]["acc,none"])
+    for metric in ("word_perplexity", "bits_per_byte"):
+        assert metrics[f"perplexity/{metric}"] == pytest.approx(results["perplexity"][f"{metric},none"], rel=1e-5)
+    texts = pyarrow.parquet.read_table(outputs / "items.parquet").to_pylist()
+    drawn = {one["item_id"].split()[1]: one["response"] for one in texts if one["suite"] == "drawn"}
+    assert {str(row[0]): row[1][0] for row in found["hf-16"]["items"]["drawn"]} == drawn
+
+
+METRICS = {"choice": ("choice/acc", "choice/acc_norm"), "drawn": ("drawn/exact_match",)}
+INSPECT_TASK = """
+from inspect_ai import Task, task
+from inspect_ai.dataset import json_dataset
+from inspect_ai.scorer import includes
+from inspect_ai.solver import generate
+
+
+@task
+def arith():
+    return Task(dataset=json_dataset("rows.jsonl"), solver=generate(), scorer=includes())
+"""
+
+
+@pytest.mark.slow
+def test_a_stage_measures_with_inspect(bench: Workbench) -> None:
+    folder = bench.folder / "arithmetic"
+    folder.mkdir()
+    (folder / "arith.py").write_text(INSPECT_TASK)
+    rows = [{"input": f"{n}", "target": ":", "id": n} for n in range(31, 37)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    bench.run("harness", "fetch", "inspect", "arith.py", "--include", "arithmetic")
+    stages = {"bench": {"kind": "evaluate", "model": "base", "harness": "inspect", "max_new_tokens": 16}}
+    spec = {"name": "arith", "owner": "e2e", "seed": 5, "model": "model:tiny", "stages": stages}
+    bench.write("arith.yaml", spec)
+    bench.run("run", "arith.yaml")
+    run = bench.run_id()
+    outputs = bench.root / "runs" / run / "bench" / "001" / "outputs"
+    texts = pyarrow.parquet.read_table(outputs / "items.parquet").to_pylist()
+    greedy = ("--chat", "--max-new-tokens", "16", "--temperature", "0", "-o", "json")
+    own = bench.run("sample", "model:tiny", *(row["input"] for row in rows), *greedy).json["answers"]
+    said = [re.sub(r"<\|\w+\|>", "", one["text"]) for one in own]  # a chat's answer has no special tokens
+    assert sorted(row["response"] for row in texts) == sorted(said)
+    right = {
+        one["item_id"]: one["value"] for one in pyarrow.parquet.read_table(outputs / "metrics.parquet").to_pylist()
+    }
+    assert right == {row["item_id"]: float(":" in row["response"]) for row in texts}

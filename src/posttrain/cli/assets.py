@@ -1,11 +1,12 @@
-"""Commands `asset` and `import`: versions of assets, and runs of other programs.
+"""Commands `asset`, `harness` and `import`: versions of assets, and runs of other programs.
 
-`asset` registers, shows, approves and recalls versions. `import trl-output`, `import mlflow` and `import wandb-export`
-register runs of other programs.
+`asset` registers, shows, approves and recalls versions. `harness fetch` registers a program that measures models.
+`import trl-output`, `import mlflow` and `import wandb-export` register runs of other programs.
 """
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -52,6 +53,11 @@ NameOption = Annotated[
 ]
 imports = typer.Typer(
     help="Register another program's run: model, metrics and data.", no_args_is_help=True, rich_markup_mode=None
+)
+
+
+harnesses = typer.Typer(
+    help="Fetch lm-eval or Inspect for evaluate stages.", no_args_is_help=True, rich_markup_mode=None
 )
 
 
@@ -259,6 +265,45 @@ def _mark(ref: str, status: str, reason: str) -> None:
         for channel, earlier in marked.live:
             back = f"posttrain rollback {channel} --to {earlier}" if earlier else "no earlier release can be restored"
             say(f"  channel {channel} serves a model made from it; {back}")
+
+
+@harnesses.command("fetch")
+def fetch(
+    program: Annotated[str, typer.Argument(metavar="PROGRAM", help="lm-eval or inspect.")],
+    tasks: Annotated[list[str], typer.Argument(metavar="TASK...", help="Tasks or groups; Inspect: FILE.py@TASK.")],
+    name: Annotated[str, typer.Option(help="Name of the asset; default: the program's name.")] = "",
+    version: Annotated[str, typer.Option(help="Version of the program; default: the tested one.")] = "",
+    include: Annotated[Path | None, typer.Option(help="Folder with further tasks and their data.")] = None,
+    packages: Annotated[
+        list[str] | None, typer.Option("--with", metavar="PACKAGE", help="Further package for tasks; repeatable.")
+    ] = None,
+    output: OutputOption = Output.TEXT,
+) -> None:
+    """Fetch a harness with its packages and the data of its tasks, and register it as an asset.
+
+    A stage of kind evaluate uses it with harness: NAME. Its jobs need no network.
+    """
+    from posttrain.app.harnesses import fetch_harness
+
+    control = open_control()
+    with tempfile.TemporaryDirectory(prefix="posttrain-harness-") as folder:
+        made = Path(folder)
+        facts = fetch_harness(
+            program, tasks, made, version=version, include=include, packages=packages or (), say=aside
+        )
+        with said_after(_QUIET, "registering"):
+            asset = control.add_harness(made, name or program)
+    answer_json(output, lambda: as_json(asset))
+    say(f"{asset.ref}  {digest(asset.digest)}  {facts.program} {facts.version}, {len(facts.packages)} packages")
+    for task, one in facts.tasks.items():
+        metrics = ", ".join(f"{task}/{metric}" for metric in one.metrics)
+        say(f"  {task}  version {one.version}, {one.documents} documents: {metrics}")
+    say(f"next, in a run file: {{kind: evaluate, model: …, harness: {name or program}}}")
+
+
+@harnesses.callback()
+def harness() -> None:
+    """Fetch lm-eval or Inspect for evaluate stages."""
 
 
 def _key(one: Asset | AssetStatus) -> tuple[str, str, int]:
