@@ -74,6 +74,14 @@ def scored_slot(slot: str) -> str:
     return f"suites.{suite.removeprefix(JUDGES)}" if suite.startswith(JUDGES) else "data"
 
 
+MODEL_PARTS = ("URL", "MODEL", "KEY")  # what a reward's code gets about a model that it may call
+
+
+def model_variable(name: str, part: str) -> str:
+    """Return the variable with a part of what a reward's code gets about a model: `POSTTRAIN_JUDGE_URL`."""
+    return f"POSTTRAIN_{name.upper()}_{part}"
+
+
 def reward_slots(slot: str, reward: str | Mapping[str, float] | None) -> dict[str, tuple[str, str]]:
     """Return the inputs of a stage's reward: slot → ("reward", its name under `rewards`).
 

@@ -17,6 +17,7 @@ from typing import Literal
 from posttrain.domain.errors import InputError
 
 DECLARED = "roles."  # prefix of the input slots of the models that a run file declares for the roles of a stage
+SERVED = "models."  # prefix of the input slots of the models that a job serves to its rewards
 Head = Literal["language", "value", "score"]
 Work = Literal["rollout", "score", "predict", "update"]
 
@@ -45,7 +46,7 @@ REWARD = RoleSpec("reward", model="", work=("score",))
 
 def is_frozen_input(slot: str) -> bool:
     """Return whether an input slot has the model of a further role, and not the model that the stage continues."""
-    return slot in (REWARD_MODEL.model, TEACHER.model) or slot.startswith(DECLARED)
+    return slot in (REWARD_MODEL.model, TEACHER.model) or slot.startswith((DECLARED, SERVED))
 
 
 def role_named(roles: Sequence[RoleSpec], name: str) -> RoleSpec | None:

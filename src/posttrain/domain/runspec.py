@@ -117,7 +117,7 @@ _LONGEST_WORD = 60  # characters of a wrong value that an error shows
 _ADDRESS = re.compile(r"^(?!127\.0\.0\.1:)[0-9.]+:")
 
 
-_SECRET = r"^[A-Z][A-Z0-9_]{0,99}$"
+SECRET = r"^[A-Z][A-Z0-9_]{0,99}$"
 
 
 _NO_SECRETS = re.compile(  # variables that jobs do not get, or that a process, its libraries or the store reads
@@ -129,7 +129,7 @@ _NO_SECRETS = re.compile(  # variables that jobs do not get, or that a process, 
 
 def may_be_secret(name: str) -> bool:
     """Return whether a reward's secret may have this name: no job, program, library or store reads such a variable."""
-    return _NO_SECRETS.match(name) is None and re.fullmatch(_SECRET, name) is not None
+    return _NO_SECRETS.match(name) is None and re.fullmatch(SECRET, name) is not None
 
 
 def _plain(value: str) -> str:
@@ -161,7 +161,7 @@ class RewardUse(Frozen):
     files: tuple[str, ...] = ()  # next to run.yaml; the reward finds them, read-only, next to its source
     network: tuple[Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9.-]*:[0-9]{1,5}$")], ...] = ()  # host:port
     # names of environment variables of the run's driver (or of the server), which only the reward's cell gets
-    secrets: tuple[Annotated[str, Field(pattern=_SECRET)], ...] = ()
+    secrets: tuple[Annotated[str, Field(pattern=SECRET)], ...] = ()
 
     @model_validator(mode="after")
     def _distinct(self) -> RewardUse:

@@ -1,7 +1,9 @@
 """Parts of job configurations: numbers with their limits, the optimiser, the runtime, the probe."""
 
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
+from urllib.parse import urlsplit
 
 from pydantic import (
     AfterValidator,
@@ -15,9 +17,10 @@ from pydantic import (
 )
 
 from posttrain.domain.adapters import AUTO, HEAD, MOST_RANK, AdapterSize, SavedAdapter
-from posttrain.domain.placement import LONGEST, Amount, ParsedAmount, StallAfter, parse_duration
+from posttrain.domain.placement import LONGEST, ROLE_NAME, Amount, ParsedAmount, StallAfter, parse_duration
 from posttrain.domain.rendering import stop_fault
-from posttrain.domain.runspec import Name
+from posttrain.domain.roles import SERVED
+from posttrain.domain.runspec import SECRET, Name
 from posttrain.domain.validation import Frozen
 
 # Every number has a maximum: otherwise a typo would be found late, when a job runs out of memory
@@ -143,6 +146,47 @@ class InferenceRuntimeConfig(Frozen):
         unsaid = ("kv_cache", "object_store", "start_timeout", "call_timeout", "shard_frozen")
         left: dict[str, Any] = {"stall_after": None, **dict.fromkeys(unsaid, "auto")}
         return {name: value for name, value in said.items() if name not in left or value != left[name]}
+
+
+class ServedConfig(Frozen):
+    """A model that the stage's rewards call in OpenAI's form: `{serve: channel:judge}`, or `{url: https://HOST/v1}`.
+
+    The code gets the variables POSTTRAIN_NAME_URL, POSTTRAIN_NAME_MODEL and POSTTRAIN_NAME_KEY.
+    """
+
+    serve: Word | None = None  # base, a stage, or a ref: the job serves this model as long as it runs
+    # of another server, such as that of vLLM or SGLang
+    url: Annotated[str, Field(pattern=r"^https?://[A-Za-z0-9][A-Za-z0-9.-]*(:[0-9]{1,5})?(/[\w./-]*)?$")] | None = None
+    model: str = Field(default="model", min_length=1, max_length=400)  # with url: its name in requests
+    key: Annotated[str, Field(pattern=SECRET)] | None = (
+        None  # with url: the variable with the key, a secret of the reward
+    )
+    context: Tokens | None = None  # with serve: maximum tokens of a prompt with its response; None: those of the model
+    runtime: InferenceRuntimeConfig = InferenceRuntimeConfig()  # with serve
+
+    @model_validator(mode="after")
+    def _is_served_once(self) -> Self:
+        if (self.serve is None) == (self.url is None):
+            raise ValueError("must have either serve or url; name a model to serve, or the URL of a server")
+        foreign = ("model", "key") if self.serve else ("context", "runtime")
+        odd = next((name for name in foreign if getattr(self, name) != type(self).model_fields[name].default), None)
+        if odd is not None:
+            raise ValueError(f"{odd} needs {'url' if self.serve else 'serve'}; remove {odd}")
+        return self
+
+    @property
+    def address(self) -> str:
+        """Host and port of the URL."""
+        parts = urlsplit(str(self.url))
+        return f"{parts.hostname}:{parts.port or {'http': 80, 'https': 443}[parts.scheme]}"
+
+
+Models = Annotated[dict[Annotated[str, Field(pattern=ROLE_NAME)], ServedConfig], Field(max_length=8)]
+
+
+def served_slots(models: Mapping[str, ServedConfig]) -> dict[str, tuple[str, str]]:
+    """Return the input slots of the models that a job serves."""
+    return {f"{SERVED}{name}": ("model", one.serve) for name, one in models.items() if one.serve}
 
 
 class RuntimeConfig(InferenceRuntimeConfig):

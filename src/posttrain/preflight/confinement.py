@@ -159,6 +159,7 @@ def _import_order(
         "network": list(ref.meta.get("network", ())),
         "secrets": list(ref.meta.get("secrets", ())),
         "files": {name: place(other, f"files/{name}") for name, other in beside.items()},
+        "models": sorted(stage.params.get("models", ())),
         "recipe": kind == "recipe",
         "digests": [ref.digest, *(other.digest for other in beside.values())],
     }

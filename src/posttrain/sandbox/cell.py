@@ -51,7 +51,7 @@ import struct
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -225,6 +225,7 @@ class CellPlan:
     scratch_bytes: int
     hosts: Mapping[str, str]  # declared hosts → their address in the cell
     ports: Sequence[tuple[str, int]] = ()  # (address, port) in the cell, to be relayed by the job
+    variables: Mapping[str, str] = field(default_factory=dict)  # of the environment; none is secret
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.domain.errors import InputError
+from posttrain.domain.rewards import MODEL_PARTS, model_variable
 from posttrain.sandbox.port import RewardError
 from posttrain.sandbox.process import LOAD_TIMEOUT, open_reward
 from posttrain.sandbox.protocol import Fault
@@ -62,6 +63,9 @@ def _imported(asked: Mapping[str, Any], hidden: list[Path]) -> str:
             return _recipe(place, asked["entry"], asked["turns"], hidden)
         secrets = {name: os.environ[name] for name in asked["secrets"]}
         files = {name: Path(path) for name, path in asked["files"].items()}
+        # no model is served while the code is only imported
+        parts = [(name, part) for name in asked["models"] for part in MODEL_PARTS]
+        variables = {model_variable(name, part): "http://127.0.0.1:9/v1" for name, part in parts}
         open_reward(
             place,
             asked["entry"],
@@ -70,7 +74,7 @@ def _imported(asked: Mapping[str, Any], hidden: list[Path]) -> str:
             name=asked["name"],
             source=asked["source"],
             hidden=hidden,
-            provision=Provision(files, tuple(asked["network"]), secrets),
+            provision=Provision(files, tuple(asked["network"]), secrets, variables),
             confined=True,
         ).close()
     except (InputError, RewardError) as error:

@@ -61,6 +61,7 @@ class Provision:
     files: Mapping[str, Path]  # name next to the source → a file or folder
     network: Sequence[str] = ()  # host:port
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False)  # variable → value, for its environment alone
+    variables: Mapping[str, str] = field(default_factory=dict)  # the same for values that are not secret
 
 
 def lay_out(
@@ -122,6 +123,7 @@ def lay_out(
         scratch_bytes=SCRATCH,
         hosts={host: address for word, (address, _) in places.items() if (host := word.rpartition(":")[0]) != LOOPBACK},
         ports=list(places.values()),
+        variables=provision.variables,
     )
 
 
@@ -423,6 +425,7 @@ def _start(plan: CellPlan, secrets: Mapping[str, str]) -> tuple[subprocess.Popen
     os.ftruncate(shared, 8)
     fcntl.fcntl(shared, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
     environment = {
+        **plan.variables,
         **secrets,
         "PATH": "/usr/local/bin:/usr/bin:/bin",
         "HOME": plan.scratch,

@@ -19,6 +19,7 @@ from posttrain.domain.validation import Frozen
 from posttrain.engine.config.training import Reads, TrainingConfig, written
 from posttrain.engine.settings import (
     MOST_ROWS,
+    Models,
     NonNegative,
     OptimizerConfig,
     PolicyGradientOptimizerConfig,
@@ -31,6 +32,7 @@ from posttrain.engine.settings import (
     Temperature,
     Tokens,
     Word,
+    served_slots,
 )
 
 TRACE_BYTES = 10_000_000
@@ -80,6 +82,8 @@ class SamplingConfig(TrainingConfig):
     # if that is more
     reward_timeout: Seconds | Literal["auto"] = "auto"
     reward_errors_max: float = Field(default=0.01, ge=0, le=1)  # share of a step's completions whose scoring may fail
+    # models that the rewards call
+    models: Models = Field(default_factory=dict, exclude_if=lambda models: not models)
     probe: ProbeConfig | None = None
     optimizer: PolicyGradientOptimizerConfig = PolicyGradientOptimizerConfig()
     trace: TraceConfig = TraceConfig()
@@ -91,6 +95,14 @@ class SamplingConfig(TrainingConfig):
         """Leave out default values, so that digests are the same as in Posttrain versions with fewer fields."""
         said: dict[str, Any] = handler(self)
         return {name: value for name, value in said.items() if value or name not in ("stop", "stream_gradients")}
+
+    @model_validator(mode="after")
+    def _models_are_called(self) -> Self:
+        if self.models and not self.functions:
+            raise ValueError(
+                f"models.{next(iter(self.models))} needs a reward function that calls it, got none; add one"
+            )
+        return self
 
     @property
     def samples(self) -> int:
@@ -139,7 +151,7 @@ class SamplingConfig(TrainingConfig):
 
     def inputs(self) -> dict[str, tuple[str, str]]:
         """Return a map from slot to (asset kind, the ref written in run.yaml)."""
-        return super().inputs() | reward_slots("reward", self.functions)
+        return super().inputs() | reward_slots("reward", self.functions) | served_slots(self.models)
 
     def row_needs(self) -> dict[str, RowNeeds]:
         """Return the requirements for the rows of the data and of the probe."""

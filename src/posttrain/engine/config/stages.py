@@ -38,6 +38,7 @@ from posttrain.engine.settings import (
     Extract,
     Few,
     InferenceRuntimeConfig,
+    Models,
     Positive,
     Reward,
     RolloutConfig,
@@ -49,6 +50,7 @@ from posttrain.engine.settings import (
     Width,
     Word,
     Worth,
+    served_slots,
 )
 
 DRAWN = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}  # defaults of sampled responses
@@ -124,16 +126,24 @@ class EvaluateConfig(StageConfig):
 
     model: Word
     suites: dict[SuiteName, SuiteConfig] = Field(min_length=1)
+    # models that the rewards call
+    models: Models = Field(default_factory=dict, exclude_if=lambda models: not models)
     runtime: InferenceRuntimeConfig = InferenceRuntimeConfig()
     # the engine that samples
     rollout: RolloutConfig = Field(default=RolloutConfig(), exclude_if=RolloutConfig().__eq__)
+
+    @model_validator(mode="after")
+    def _models_are_called(self) -> EvaluateConfig:
+        if self.models and not any(suite.reward for suite in self.suites.values()):
+            raise ValueError(f"models.{next(iter(self.models))} needs a suite with a reward that calls it; add one")
+        return self
 
     def inputs(self) -> dict[str, tuple[str, str]]:
         """Return a map from slot to (asset kind, the ref written in run.yaml)."""
         slots = {"model": ("model", self.model)} | {f"suites.{n}": ("dataset", s.data) for n, s in self.suites.items()}
         for name, suite in self.suites.items():
             slots |= reward_slots(f"{JUDGES}{name}", suite.reward)
-        return slots
+        return slots | served_slots(self.models)
 
     def outputs(self) -> dict[str, str]:
         """Return the measurements of the suites and of their items."""

@@ -28,6 +28,7 @@ from posttrain.domain.kinds import (
 )
 from posttrain.domain.placement import COLLOCATED, Placement
 from posttrain.domain.rewards import JUDGES
+from posttrain.domain.roles import SERVED
 from posttrain.domain.validation import explain, unknown_kind, validated
 from posttrain.engine.config import StageConfig, config_class
 from posttrain.store.attempts import AttemptFolder
@@ -201,6 +202,8 @@ def _name_by_slot(config: StageConfig) -> dict[str, Any]:
         if kind == "reward":
             if ":" not in slot:  # the names of weighted rewards distinguish them, also in metrics
                 (params["suites"][rest] if slot.startswith(JUDGES) else params)["reward"] = slot
+        elif slot.startswith(SERVED):
+            params[first][rest]["serve"] = slot
         elif rest:
             params[first][rest]["model" if kind == "model" else "data"] = slot
         elif isinstance(params[first], dict):

@@ -43,6 +43,7 @@ from posttrain.engine.rollout.prompt_logprobs import prompt_logprobs
 from posttrain.engine.rollout.worker import decoding_fallbacks, generate, open_rollout
 from posttrain.engine.settings import InferenceRuntimeConfig
 from posttrain.jobs.bodies.rewards import open_rewards
+from posttrain.jobs.bodies.served import open_models
 from posttrain.jobs.bodies.training import choose, settled_device, tell_sizes
 from posttrain.jobs.entry import Job, failed
 from posttrain.planner.sizes import reward_seconds
@@ -99,12 +100,13 @@ def _judges(
         RewardError: a reward fails on the first items (see `RewardJudge.smoke_test`).
     """
     judges: dict[str, Judge] = {}
+    models = open_models(job, config.models, stack)
     for name, suite in config.suites.items():
         if suite.reward:
             timeout = suite.reward_timeout
             if timeout == "auto":
                 timeout = reward_seconds(ROWS_PER_CALL, suite.max_new_tokens)
-            reward = open_rewards(job, f"{JUDGES}{name}", suite.reward, stack, timeout=timeout)
+            reward = open_rewards(job, f"{JUDGES}{name}", suite.reward, stack, timeout=timeout, models=models)
             judges[name] = judge = RewardJudge(reward, name, suite.worth)
             judge.smoke_test(suites[name])
     return judges

@@ -55,8 +55,7 @@ def body(job: Job) -> JobResult:
     tell_sizes(job, sizes)
     out = job.folder / "outputs" / HARNESS
     out.mkdir(parents=True)
-    runtime = config.runtime.model_dump(mode="json", include={"device", "dtype", "threads"})
-    served = ServedModel(job, model, runtime, config.max_length, sizes.load.kv_cache)
+    served = ServedModel(job, "model", config.runtime, config.max_length, sizes.load.kv_cache)
     try:
         with served:
             slower = job.tell_fallbacks(served.facts["fallbacks"])

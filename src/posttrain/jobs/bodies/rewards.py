@@ -5,12 +5,14 @@ import time
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
+from types import MappingProxyType
 from urllib.parse import unquote, urlsplit
 
 from posttrain.domain.errors import InputError
 from posttrain.domain.jobs import Note
-from posttrain.domain.rewards import reward_slots
+from posttrain.domain.rewards import MODEL_PARTS, model_variable, reward_slots
 from posttrain.engine.config import TurnsConfig
+from posttrain.jobs.bodies.served import Reached
 from posttrain.jobs.entry import Job
 from posttrain.sandbox.observer import ProcessObserver
 from posttrain.sandbox.port import Observer, RewardFunction
@@ -19,7 +21,14 @@ from posttrain.sandbox.session import Provision
 
 
 def open_rewards(
-    job: Job, slot: str, reward: str | Mapping[str, float], stack: ExitStack, *, timeout: float, ranks: int = 1
+    job: Job,
+    slot: str,
+    reward: str | Mapping[str, float],
+    stack: ExitStack,
+    *,
+    timeout: float,
+    ranks: int = 1,
+    models: Mapping[str, Reached] = MappingProxyType({}),
 ) -> RewardFunction:
     """Return the reward of a slot; report what could not be confined.
 
@@ -28,6 +37,7 @@ def open_rewards(
         stack: the exit stack that closes the reward.
         timeout: seconds for one batch of completions, for each function.
         ranks: the number of processes of each function.
+        models: name → a model that the functions may call.
 
     Raises:
         InputError: the reward cannot be called or confined.
@@ -35,7 +45,7 @@ def open_rewards(
         InfrastructureError: a process of the reward does not start.
     """
     slots = reward_slots(slot, reward).items()
-    opened = {name: _open(job, place, name, stack, timeout, ranks) for place, (_, name) in slots}
+    opened = {name: _open(job, place, name, stack, timeout, ranks, models) for place, (_, name) in slots}
     if isinstance(reward, str):
         [found] = opened.values()
     else:
@@ -90,14 +100,25 @@ def _tell(job: Job, notes: Iterable[str]) -> None:
         job.sink(Note(note, time.time(), "warning"))
 
 
-def _open(job: Job, slot: str, name: str, stack: ExitStack, timeout: float, ranks: int) -> RewardFunction:
+def _open(
+    job: Job, slot: str, name: str, stack: ExitStack, timeout: float, ranks: int, models: Mapping[str, Reached]
+) -> RewardFunction:
     meta, label = job.order.inputs[slot].meta, job.label(slot)
     beside = [other for other in job.order.inputs if other.startswith(f"{slot}/")]
     files = {other.removeprefix(f"{slot}/"): job.input(other) for other in beside}
     if lacking := [one for one in meta.get("secrets", ()) if one not in job.secrets]:
         raise InputError(f"{label} needs {', '.join(lacking)} in the environment of the run's driver; export it")
     secrets = {one: job.secrets[one] for one in meta.get("secrets", ())}
-    provision = Provision(files, tuple(meta.get("network", ())), secrets)
+    network, variables = list(meta.get("network", ())), dict[str, str]()
+    for model, reached in models.items():
+        if reached.variable and reached.variable not in secrets:
+            raise InputError(f"models.{model}.key: {reached.variable} must be in secrets of {label}; add it there")
+        network += [reached.address] if reached.address not in network else []
+        url, name_there, key_there = (model_variable(model, part) for part in MODEL_PARTS)
+        variables |= {url: reached.url, name_there: reached.model}
+        key = secrets[reached.variable] if reached.variable else reached.key
+        secrets |= {key_there: key} if key else {}
+    provision = Provision(files, tuple(network), secrets, variables)
     functions = []
     for _ in range(ranks):
         function = open_reward(

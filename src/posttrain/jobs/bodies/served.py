@@ -13,13 +13,18 @@ import secrets
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping
-from contextlib import suppress
-from pathlib import Path
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
 from typing import Any, Self
+from urllib.parse import urlsplit
 
 from posttrain.domain.errors import BudgetExceededError, InfrastructureError, InputError, JobFailedError, PosttrainError
-from posttrain.domain.jobs import tokens_short
+from posttrain.domain.jobs import Metric, tokens_short
+from posttrain.domain.roles import SERVED
+from posttrain.engine.config.training import written
+from posttrain.engine.settings import InferenceRuntimeConfig, ServedConfig
 from posttrain.execution.processes import without_keys
 from posttrain.jobs.entry import Job
 
@@ -28,14 +33,51 @@ _GRANT = 1 << 16  # tokens beyond those that are needed
 _ENDS = 15.0  # seconds in which a server without requests ends
 
 
+@dataclass(frozen=True, slots=True)
+class Reached:
+    """How a reward's code reaches a model."""
+
+    url: str
+    address: str  # host:port
+    model: str  # its name in requests
+    key: str = field(default="", repr=False)
+    variable: str = ""  # the variable that has the key instead
+
+
+def open_models(job: Job, models: Mapping[str, ServedConfig], stack: ExitStack) -> dict[str, Reached]:
+    """Serve the models of a stage until the stack is closed; return how each is reached.
+
+    The tokens that they spend are reported as `served/NAME/tokens`; they are not those of the stage.
+
+    Raises:
+        InputError, JobFailedError, InfrastructureError: see `ServedModel`.
+    """
+    found: dict[str, Reached] = {}
+    for name, one in models.items():
+        if one.serve is None:
+            found[name] = Reached(str(one.url), one.address, one.model, variable=one.key or "")
+            continue
+        cache = written(one.runtime.kv_cache)
+        served = ServedModel(job, f"{SERVED}{name}", one.runtime, one.context, cache, budgeted=False)
+
+        def tell(served: ServedModel = served, name: str = name) -> None:
+            job.sink(Metric(0, {f"served/{name}/tokens": float(served.tokens)}, time.time()))
+
+        stack.callback(tell)  # after the server has ended
+        stack.enter_context(served)
+        job.tell_fallbacks(served.facts["fallbacks"])
+        found[name] = Reached(f"{served.url}/v1", urlsplit(served.url).netloc, "model", served.key)
+    return found
+
+
 class ServedModel:
     """A served model, once `with` has started it.
 
     Args:
-        folder: the model's files.
-        runtime: device, dtype and threads.
+        slot: the input of the job with the model.
         context: maximum tokens of a prompt with its response; None: those of the model.
         kv_cache: maximum bytes of keys and values; None: half of the free memory.
+        budgeted: whether its tokens count as the job's.
 
     Raises:
         InputError, JobFailedError: the model cannot be served.
@@ -46,9 +88,16 @@ class ServedModel:
     facts: Mapping[str, Any]  # of the engine: see `jobs.bodies.serving.serve`
 
     def __init__(
-        self, job: Job, folder: Path, runtime: Mapping[str, Any], context: int | None, kv_cache: int | None
+        self,
+        job: Job,
+        slot: str,
+        runtime: InferenceRuntimeConfig,
+        context: int | None,
+        kv_cache: int | None,
+        *,
+        budgeted: bool = True,
     ) -> None:
-        self._job, self.key = job, secrets.token_urlsafe(24)
+        self._job, self.key, self._budgeted = job, secrets.token_urlsafe(24), budgeted
         self.tokens = self.answered = self._granted = 0
         self._error: PosttrainError | None = None
         self._started = threading.Event()
@@ -57,11 +106,14 @@ class ServedModel:
             [sys.executable, "-s", "-P", "-m", "posttrain.serving"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             text=True, env=environment, start_new_session=True,
         )  # fmt: skip
-        limited = job.order.token_allowance is not None
-        about = {"name": "model", "digest": job.order.inputs["model"].digest, "key": self.key, "folder": str(folder)}
-        settings = {"runtime": runtime, "context": context, "kv_cache": kv_cache, "granted": 0 if limited else None}
+        self._limit = job.order.token_allowance if budgeted else None
+        granted = None if self._limit is None else 0
+        folder, digest = str(job.input(slot)), job.order.inputs[slot].digest
+        chosen = runtime.model_dump(mode="json", include={"device", "dtype", "threads"})
+        about = {"name": "model", "digest": digest, "key": self.key, "folder": folder, "runtime": chosen}
+        settings = {"context": context, "kv_cache": kv_cache, "granted": granted, "threads": runtime.threads}
         self._reader = threading.Thread(target=self._read, daemon=True)
-        self._tell({**about, **settings, "asked_by": os.getpid(), "threads": runtime.get("threads", 1)})
+        self._tell({**about, **settings, "asked_by": os.getpid()})
 
     def __enter__(self) -> Self:
         self._reader.start()
@@ -92,7 +144,7 @@ class ServedModel:
         self._process.wait()
         if self._reader.ident:
             self._reader.join()
-        self._job.meter(self.tokens, 0)
+        self._record(0)
 
     def _read(self) -> None:
         """Take the server's reports until it ends."""
@@ -114,16 +166,20 @@ class ServedModel:
         """Count what was spent, and grant more if the budget has room."""
         self.tokens, self.answered = report["spent"], report["answered"]
         order, worst = self._job.order, report["held"] + report["wanted"]
-        limit = order.token_allowance
+        limit = self._limit
         if limit is not None and self.tokens + worst > limit:
             short = tokens_short("the next answers", worst, self.tokens, limit, order.tokens_declared)
             self._error = BudgetExceededError(f"{short}; raise budget.tokens")
             return
         if limit is not None and report["wanted"]:
             self._granted = min(limit, self.tokens + worst + _GRANT)
-        self._job.meter(self.tokens, max(self._granted - self.tokens, worst))
+        self._record(max(self._granted - self.tokens, worst))
         if limit is not None and report["wanted"]:
             self._tell({"granted": self._granted})
+
+    def _record(self, reserved: int) -> None:
+        if self._budgeted:
+            self._job.meter(self.tokens, reserved)
 
     def _tell(self, line: Mapping[str, Any]) -> None:
         assert self._process.stdin is not None

@@ -84,6 +84,7 @@ from posttrain.engine.settings import InferenceRuntimeConfig
 from posttrain.engine.weights.checkpoint import BestModel
 from posttrain.execution.machine import room_of, this_machine
 from posttrain.jobs.bodies.rewards import open_observer, open_rewards, recipe_of
+from posttrain.jobs.bodies.served import open_models
 from posttrain.jobs.entry import Job, failed, loading
 from posttrain.pacing.balance import TOKENS, CostModel
 from posttrain.planner.residency import infeasible
@@ -443,7 +444,8 @@ def _reward_function(
 ) -> RewardScorer:
     ranks = config.placement.pool_of("reward").resources.rank_count if config.placement.reward else 1
     timeout = float(config.reward_timeout)  # `settled` has replaced `auto`
-    opened = open_rewards(job, "reward", reward, stack, timeout=timeout, ranks=ranks)
+    models = open_models(job, config.models, stack)
+    opened = open_rewards(job, "reward", reward, stack, timeout=timeout, ranks=ranks, models=models)
     name = ", ".join(job.label(place) for place in reward_slots("reward", reward))
     scorer = RewardScorer(
         *(opened, tokenizer), errors_max=config.reward_errors_max, processes=ranks, placed=placed,

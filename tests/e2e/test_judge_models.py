@@ -1,0 +1,164 @@
+"""A stage serves a model to its rewards, or its rewards call another server."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import pyarrow.parquet
+import pytest
+from served_model import serving
+from workbench import Workbench
+
+from posttrain.app.workspace import init_workspace
+from posttrain.engine.config import InitModelConfig
+from posttrain.engine.models.files import character_tokenizer, initial_model
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
+JUDGE = """
+import json, os, urllib.request
+
+URL = os.environ["POSTTRAIN_JUDGE_URL"]
+
+
+def ask(text):
+    body = {"prompt": text, "max_tokens": 6, "temperature": 0, "model": os.environ["POSTTRAIN_JUDGE_MODEL"]}
+    headers = {"content-type": "application/json"}
+    if "POSTTRAIN_JUDGE_KEY" in os.environ:
+        headers["authorization"] = "Bearer " + os.environ["POSTTRAIN_JUDGE_KEY"]
+    request = urllib.request.Request(URL + "/completions", json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return json.load(answer)["choices"][0]["text"]
+
+
+def score(completion, prompt):
+    said = ask("Q: " + completion[:8])
+    print("KEY", os.environ.get("POSTTRAIN_JUDGE_KEY"))
+    return sum(map(ord, said)) % 97 / 97
+"""
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workbench]:
+    """A workspace with a model, another that judges and is live on a channel, and a reward that calls it."""
+    folder = tmp_path_factory.mktemp("judged")
+    workspace = init_workspace(folder)
+    for name, seed in (("tiny", 1), ("judge", 2)):
+        config = InitModelConfig(hidden_size=16, intermediate_size=16, layers=1, context_length=64)
+        tokenizer = character_tokenizer(config.characters)
+        initial_model(config, tokenizer, seed=seed).save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+        workspace.catalog.add_model(folder / name, name)
+    workspace.close()
+    rows = [{"prompt": f"Q: sort {i}", "answer": "1"} for i in range(8)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "judge.py").write_text(JUDGE)
+    bench = Workbench(folder)
+    yield bench
+    bench.clean()
+
+
+def spec(models: dict[str, Any], stages: dict[str, Any] | None = None, **reward: Any) -> dict[str, Any]:
+    evaluate = {
+        "kind": "evaluate", "model": "base", "models": models,
+        "suites": {"open": {"data": "rows", "reward": "judged", "max_new_tokens": 8}},
+    }  # fmt: skip
+    return {
+        "name": "judged", "owner": "e2e", "seed": 5, "model": "model:tiny", "data": {"rows": "rows.jsonl"},
+        "rewards": {"judged": {"ref": "judge.py", **reward}}, "stages": stages or {"evaluate": evaluate},
+    }  # fmt: skip
+
+
+def scores(home: Workbench, run: str) -> dict[str, float]:
+    """Response → its score."""
+    path = home.root / "runs" / run / "evaluate" / "001" / "outputs" / "items.parquet"
+    return {row["response"]: row["reward"] for row in pyarrow.parquet.read_table(path).to_pylist()}
+
+
+@pytest.fixture(scope="module")
+def judged(home: Workbench) -> tuple[str, dict[str, float]]:
+    """An evaluation whose reward calls the served judge."""
+    home.write("run.yaml", spec({"judge": {"serve": "model:judge"}}))
+    home.run("run", "run.yaml")
+    return home.run_id(), scores(home, home.run_id())
+
+
+def test_a_stage_serves_a_judge_to_its_reward(home: Workbench, judged: tuple[str, dict[str, float]]) -> None:
+    run, found = judged
+    greedy = ("--text", "--max-new-tokens", "6", "--temperature", "0", "-o", "json")
+    for response, score in found.items():
+        [own] = home.run("sample", "model:judge", f"Q: {response[:8]}", *greedy).json["answers"]
+        assert score == pytest.approx(sum(map(ord, own["text"])) % 97 / 97)
+    [stage] = home.run("get", run, "-o", "json").json["stages"]
+    assert stage["state"] == "succeeded"
+    said = (home.root / "runs" / run / "evaluate" / "001" / "log.txt").read_text()
+    assert "KEY [POSTTRAIN_JUDGE_KEY]" in said
+    planned = home.run("plan", "run.yaml", "-o", "json").json["manifest"]["stages"][0]["inputs"]
+    assert planned["models.judge"]["name"] == "model:judge@1"
+
+
+def test_another_server_gives_the_same_scores(home: Workbench, judged: tuple[str, dict[str, float]]) -> None:
+    with serving(home, "model:judge", "--name", "outside") as other:
+        home.write("url.yaml", spec({"judge": {"url": f"{other.url}/v1", "model": "outside"}}))
+        home.run("run", "url.yaml")
+        assert scores(home, home.run_id()) == judged[1]
+
+
+def test_training_with_a_judge_ends_its_server(home: Workbench) -> None:
+    stage = {
+        "kind": "grpo", "model": "base", "data": "rows", "reward": "judged", "steps": 2, "prompts_per_step": 2,
+        "group_size": 2, "max_new_tokens": 8, "reward_timeout": 60.0, "models": {"judge": {"serve": "base"}},
+    }  # fmt: skip
+    home.write("train.yaml", spec({}, {"grpo": stage}))
+    home.run("run", "train.yaml")
+    assert not servers(home)
+    slow = {**stage, "steps": 5000}
+    home.write("slow.yaml", spec({}, {"grpo": slow}))
+    process = home.start("run", "slow.yaml")
+    live = home.wait("a server", lambda: servers(home))
+    [job] = {one.ppid() for one in live}
+    os.kill(job, signal.SIGKILL)
+    home.wait("their end", lambda: not any(one.is_running() for one in live))
+    home.run("stop", home.run_id())
+    home.finish(process)
+    home.wait("the end of all servers", lambda: not servers(home))
+
+
+def servers(home: Workbench) -> list[psutil.Process]:
+    """The servers of the workspace's jobs."""
+    found = [one for one in psutil.process_iter(["cmdline"]) if "posttrain.serving" in (one.info["cmdline"] or ())]
+    return [one for one in found if any(str(home.root) in " ".join(of.cmdline()) for of in one.parents())]
+
+
+@pytest.mark.parametrize(
+    ("models", "told"),
+    [
+        ({"judge": {"serve": "model:none"}}, "models.judge: model:none: no model of that name is registered"),
+        ({"judge": {"serve": "channel:none"}}, "channel:none"),
+        ({"judge": {}}, "must have either serve or url"),
+        ({"judge": {"serve": "base", "key": "JUDGE_TOKEN"}}, "key needs url"),
+        ({"judge": {"url": "ftp://example.org"}}, "models.judge.url"),
+        ({"judge": {"url": "http://example.org/v1", "context": 8}}, "context needs serve"),
+    ],
+)
+def test_mistakes_in_models(home: Workbench, models: dict[str, Any], told: str) -> None:
+    home.write("wrong.yaml", spec(models))
+    assert told in home.run("plan", "wrong.yaml", code=None).error
+
+
+def test_models_need_a_reward(home: Workbench) -> None:
+    suites = {"open": {"data": "rows", "max_new_tokens": 8}}
+    stage = {"kind": "evaluate", "model": "base", "models": {"judge": {"serve": "base"}}, "suites": suites}
+    home.write("wrong.yaml", spec({}, {"evaluate": stage}))
+    assert "needs a suite with a reward that calls it" in home.run("plan", "wrong.yaml", code=2).error
+
+
+def test_a_key_that_the_reward_does_not_have(home: Workbench) -> None:
+    home.write("wrong.yaml", spec({"judge": {"url": "http://127.0.0.1:9/v1", "key": "OUTSIDE_PASS"}}))
+    home.run("run", "wrong.yaml", code=None)
+    [stage] = home.run("get", home.run_id(), "-o", "json").json["stages"]
+    assert "models.judge.key: OUTSIDE_PASS must be in secrets of" in stage["message"]
