@@ -109,8 +109,8 @@ SLOW = (
     Lane(
         "slow-cli", 8.5, (*_source("app", "cli", "examples", "foreign", "views", "web"), "README.md", "docs"),
         files=(
-            *_tests("e2e", "bad_input", "demo_steps", "doc_commands", "from_trl", "judged", "labelled",
-                    "long_responses", "plugin"),
+            *_tests("e2e", "bad_input", "demo_steps", "doc_commands", "from_trl", "harness_stages", "judge_models",
+                    "judged", "labelled", "long_responses", "plugin"),
             *_tests("unit", "asset_status", "channel_moves", "cli_best", "cli_compare", "cli_dead", "cli_demo",
                     "cli_errors", "cli_import", "cli_lineage", "cli_live", "cli_models", "cli_outlook", "cli_report",
                     "cli_resumed", "cli_runs", "cli_scores", "cli_sweep", "cli_terminal", "cli_trained", "cli_upgraded",

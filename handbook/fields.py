@@ -14,7 +14,7 @@ from posttrain.domain.gates import GateRule
 from posttrain.domain.policies import ChannelPolicy
 from posttrain.domain.runspec import Budget, ReleaseSpec, RewardUse, RunRuntime, RunSpec, StageSpec
 from posttrain.domain.waits import Wait
-from posttrain.engine.config import STAGE_CONFIGS
+from posttrain.engine.config import STAGE_CONFIGS, HarnessConfig
 
 _PLACES = {
     RunSpec: "The file",
@@ -35,6 +35,7 @@ def documented() -> dict[str, type[BaseModel]]:
     found: dict[str, type[BaseModel]] = {title: model for model, title in _PLACES.items()}
     for config in dict.fromkeys(STAGE_CONFIGS.values()):  # kinds may share a class
         found["kind: " + ", ".join(kind for kind, model in STAGE_CONFIGS.items() if model is config)] = config
+    found["kind: evaluate with harness"] = HarnessConfig
     waiting = list(found.values())
     for model in waiting:
         for field in model.model_fields.values():

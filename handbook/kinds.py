@@ -19,7 +19,7 @@ from posttrain.domain.placement import Placement, Resources
 from posttrain.domain.runspec import Budget, ReleaseSpec, RewardUse, RunSpec, StageSpec
 from posttrain.domain.trackers import Trackers
 from posttrain.domain.waits import Wait
-from posttrain.engine.config import STAGE_CONFIGS, TraceConfig
+from posttrain.engine.config import STAGE_CONFIGS, HarnessConfig, TraceConfig
 from posttrain.engine.config.policy_gradient import LagConfig
 from posttrain.engine.config.sampling import RoleConfig
 from posttrain.engine.settings import (
@@ -31,12 +31,15 @@ from posttrain.engine.settings import (
     ProbeConfig,
     RolloutConfig,
     RuntimeConfig,
+    ServedConfig,
     TrainConfig,
 )
 
 # the name in `<!-- fields:NAME -->` → the model whose fields are the rows
 TABLES: Mapping[str, type[BaseModel]] = {
     **STAGE_CONFIGS,
+    "harness": HarnessConfig,
+    "served-model": ServedConfig,
     "wait": Wait,
     "file": RunSpec,
     "stage": StageSpec,
@@ -78,6 +81,7 @@ _DOCUMENTED: Mapping[type[BaseModel], str] = {  # model → the page and anchor 
     Placement: "run-yaml/placement.md#roles",
     RoleConfig: "run-yaml/dataflow.md#roles",
     Resources: "run-yaml/placement.md#pools",
+    ServedConfig: "run-yaml/rewards.md#models-that-rewards-call",
     Trackers: "trackers.md",
 }
 _FIRST = ("model", "data", "steps", "epochs")

@@ -63,6 +63,10 @@ MEANINGS: Mapping[str, str] = {
     "ReleaseSpec.model": "the stage whose model the gates judge and the channel receives",
     "model": "the initial model: `base`, or a stage of this file that outputs a model",
     "EvaluateConfig.model": "the measured model: `base`, or a stage of this file that outputs a model",
+    "HarnessConfig.model": "the measured model: `base`, or a stage of this file that outputs a model",
+    "HarnessConfig.tasks": "tasks or groups; none: all tasks for which the harness was fetched",
+    "ServedConfig.url": "the address of another server, such as that of vLLM or SGLang, up to `/v1`",
+    "ServedConfig.runtime": "with serve: device, dtype, threads, and the memory of keys and values",
     "data": "a name from `data:`",
     "reward": "a name from `rewards:`",
     "TrainingConfig.steps": "number of optimiser steps or, in kinds that sample, of rollout batches; set either "

@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import json
 import tarfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from posttrain.domain.harnesses import FACTS, PACKAGES, Harness, Task, this_python
@@ -76,8 +77,8 @@ with open(f"{out}/samples_{name}_{stamp}.jsonl", "w") as file:
 TASKS = (*("plain", "crash", "hang", "network", "elsewhere", "greedy", "large", "foreign"),)
 
 
-def harness_folder(folder: Path, workspace: Path) -> Path:
-    """Write the folder; the program tries to reach the workspace."""
+def harness_folder(folder: Path, workspace: Path, tasks: Mapping[str, Sequence[str]] | None = None) -> Path:
+    """Write the folder; the program tries to reach the workspace. `tasks` has other tasks and their means."""
     folder.mkdir()
     program = _PROGRAM.replace("WORKSPACE", repr(str(workspace))).encode()
     with tarfile.open(folder / PACKAGES, "w") as archive:
@@ -85,7 +86,8 @@ def harness_folder(folder: Path, workspace: Path) -> Path:
             member = tarfile.TarInfo(f"./{name}")
             member.size = len(data)
             archive.addfile(member, io.BytesIO(data))
-    tasks = {name: Task("1", DOCUMENTS, {"acc": "mean"}) for name in TASKS}
-    facts = Harness("lm-eval", "0.4.13", this_python(), {"lm_eval": ("0.4.13", "")}, tasks)
+    given = tasks or {name: ["acc"] for name in TASKS}
+    known = {name: Task("1", DOCUMENTS, dict.fromkeys(metrics, "mean")) for name, metrics in given.items()}
+    facts = Harness("lm-eval", "0.4.13", this_python(), {"lm_eval": ("0.4.13", "")}, known)
     (folder / FACTS).write_text(json.dumps(facts.to_json()))
     return folder

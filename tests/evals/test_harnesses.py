@@ -141,7 +141,6 @@ def test_curl(served: ServedModel) -> None:
     assert [text] == served.texts("Q: 31\nA:", max_tokens=8)
 
 
-@pytest.mark.slow
 def test_a_stage_measures_with_lm_eval(bench: Workbench, tmp_path: Path) -> None:
     """`harness fetch`, and a stage whose scores are those of lm-eval's own `hf` model, item by item."""
     tasks(bench.folder, "rows.jsonl")
@@ -191,7 +190,6 @@ def arith():
 """
 
 
-@pytest.mark.slow
 def test_a_stage_measures_with_inspect(bench: Workbench) -> None:
     folder = bench.folder / "arithmetic"
     folder.mkdir()

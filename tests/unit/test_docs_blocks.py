@@ -21,6 +21,7 @@ from cli_world import RUN, World, make_world
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "e2e"))
 from documents import ROOT, fences
+from harness_folder import harness_folder
 from pages import Block, blocks
 
 from posttrain.app.gates import GateFile
@@ -36,8 +37,11 @@ from posttrain.sandbox.process import open_reward
 YAML = list(blocks("yaml"))
 PYTHON = list(blocks("python"))
 SHELL = [block for block in blocks("bash") if "<<" not in block.text]  # with files in it: run whole, end to end
-REWARDS = [
-    block for block in PYTHON if re.search(r"^def (compute_)?score\(|^def \w+\(completions", block.text, re.MULTILINE)
+REWARDS = [  # but those that call a model, which a stage serves
+    block
+    for block in PYTHON
+    if re.search(r"^def (compute_)?score\(|^def \w+\(completions", block.text, re.MULTILINE)
+    and "POSTTRAIN_" not in block.text
 ]
 KNOWN = {"yaml", "python", "bash", "sh", "text", "mermaid", "toml"}
 
@@ -87,6 +91,10 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     world.ok("asset", "add", "model:tiny-sort", "base")
     for name in ("exact", "judge"):
         world.ok("asset", "add", f"reward:{name}", "reward.py")
+    harness_folder(
+        tmp_path / "harness", tmp_path, {"arc_easy": ["acc", "acc_norm"], "gsm8k": ["exact_match,strict-match"]}
+    )
+    world.ok("asset", "add", "harness:lm-eval", "harness")
     world.write("words.txt", "yes")
     pair = {"prompt": "Q: sort 21", "chosen": "A: 12", "rejected": "A: 21"}
     world.write("pairs.jsonl", "".join(json.dumps({**pair, "chosen": f"A: {i}"}) + "\n" for i in range(8)))

@@ -26,7 +26,7 @@ from posttrain.domain import errors
 from posttrain.domain.lifecycle import TABLES, Reason
 from posttrain.domain.runspec import RunSpec
 from posttrain.domain.waits import Wait
-from posttrain.engine.config import STAGE_CONFIGS
+from posttrain.engine.config import STAGE_CONFIGS, HarnessConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -35,7 +35,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def schemas() -> dict[str, dict[str, Any]]:
     """Model → its properties, of everything that run.yaml is made of."""
     found: dict[str, dict[str, Any]] = {}
-    for model in (RunSpec, *STAGE_CONFIGS.values(), Wait):
+    for model in (RunSpec, *STAGE_CONFIGS.values(), HarnessConfig, Wait):
         schema = model.model_json_schema(mode="validation")
         for name, part in {**schema.get("$defs", {}), model.__name__: schema}.items():
             if "properties" in part:

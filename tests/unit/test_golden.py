@@ -183,6 +183,7 @@ def test_every_verb_that_prints_json_and_changes_nothing_is_read() -> None:
             "approve",
             "reject",
             "note",
+            "harness fetch",
             "import mlflow",
         ),
         *(

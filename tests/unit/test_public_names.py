@@ -90,6 +90,7 @@ COMMANDS = {
             "PATH...",
         ),
     ],
+    "harness fetch": ["--include", "--name", "--output", "--version", "--with", "-o", "PROGRAM", "TASK..."],
     "asset create": ["--seed", "MODEL.yaml", "model:NAME"],
     "asset ls": ["--output", "-o", "[KIND]"],
     "asset get": ["--output", "-o", "ref"],
@@ -207,7 +208,7 @@ def test_help_lists_the_verbs_in_the_order_of_a_days_work() -> None:
     verbs += " export promote approve reject rollback channel gate lineage verify"
     verbs += " serve-model chat"
     verbs += " serve login logout whoami project member token sink track"
-    verbs += " asset import gc backup restore erase doctor executor"
+    verbs += " asset harness import gc backup restore erase doctor executor"
     assert group.list_commands(context) == verbs.split()  # type: ignore[attr-defined]
 
 
@@ -239,6 +240,7 @@ def test_every_reading_command_speaks_json() -> None:
         "import wandb-export",
         "asset ls",
         "asset get",
+        "harness fetch",
         "sink ls",
         "gc",
         "backup",

@@ -30,9 +30,11 @@ PAST = "a moment long ago"
 TURN = "others have their turn; no time passes"
 _SLOW = 'bench.write("slow.py", "import time\\n" + SHORT.replace("    return", "    time.sleep(0.4)\\n    return"))'
 _LOW = "PartitionName=low Nodes=ada,bob Default=YES PriorityTier=1 PreemptMode=REQUEUE GraceTime=5 MaxTime=60 State=UP"
+_HUNG = 'assert "lm-eval sent no request for 2 s" in failed(home, "hang", {"timeout": 2})'
 ALLOWED = {
     ("e2e/test_clusters.py", _SLOW): "the reward's own work",
     ("ray_cluster.py", "time.sleep(1.0)"): POLL,
+    ("e2e/test_harness_stages.py", _HUNG): NEVER,
     ("e2e/test_served_ordeal.py", "time.sleep(0.1)"): "a client's own wait before it asks again",
     ("unit/test_serving.py", "await asyncio.sleep(0)"): TURN,
     ("unit/test_serving.py", "await asyncio.sleep(0.001)"): POLL,

@@ -260,7 +260,7 @@ class Resolver:
     def _input(self, field: str, kind: str, word: str) -> InputRef:
         if kind == "model":
             return self.model(field, word)
-        if kind in ("recipe", HARNESS):  # without a section of its own in the run file
+        if kind in ("recipe", HARNESS):  # the run file has no section for them
             return self._asset(field, kind, word)
         if kind == "reward":
             return self._reward(field, word)

@@ -1,4 +1,4 @@
-"""Harnesses: programs that measure a served model on tasks of their own, lm-eval or Inspect.
+"""Harnesses: lm-eval and Inspect, programs that measure a served model on their tasks.
 
 `posttrain harness fetch` puts a harness with its packages and the data of its tasks into one folder, which is
 registered as an asset. The folder has these files::

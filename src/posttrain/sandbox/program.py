@@ -75,7 +75,7 @@ class _Tail(Log):
 
     @property
     def last(self) -> str:
-        """The last line, for an error; a progress bar rewrites its line and is none."""
+        """The last line, for an error, without the lines that a progress bar rewrote."""
         lines = [line.rpartition("\r")[2].strip() for line in self._end.decode(errors="replace").splitlines()]
         found = [line for line in lines if line]
         return f": {found[-1][:_SHOWN]}" if found else ""

@@ -42,7 +42,7 @@ class OneKey:
 
 
 def serve(asked: tuple[Mapping[str, Any], IO[str]]) -> Iterator[Mapping[str, Any]]:
-    """Serve a model until the lines end; yield the address, and then reports of what is spent."""
+    """Serve a model until the lines end; yield the address, and then reports of the spent tokens."""
     told = Told()
     threading.Thread(target=_run, args=(*asked, told), daemon=True).start()
     while (found := told.get()) is not None:

@@ -207,7 +207,7 @@ class HarnessConfig(StageConfig):
     chat: bool = False  # lm-eval: render prompts with the model's chat template; Inspect always does
     add_bos_token: bool = False  # lm-eval: begin each text with the token that begins texts
     max_length: Tokens | None = None  # tokens of a prompt with its response; None: the model's context
-    max_new_tokens: Tokens = 256  # of a response where the task has no limit of its own
+    max_new_tokens: Tokens = 256  # maximum tokens of a response, if the task has no limit
     temperature: float = Field(default=0.0, ge=0, le=1000)  # Inspect: of its responses; 0: greedy
     # metric → least and greatest value of an item, where the harness declares none
     ranges: dict[Word, tuple[Worth, Worth]] = Field(default_factory=dict)
@@ -308,7 +308,7 @@ STAGE_CONFIGS: dict[str, type[StageConfig]] = {
 def config_class(kind: str, params: Mapping[str, Any]) -> type[StageConfig] | None:
     """Return the class of a stage's parameters; None: the engine has no such kind.
 
-    An evaluation with a harness has other parameters than one with suites.
+    The parameters of an evaluation with a harness differ from those of one with suites.
 
     Raises:
         InputError: the package that provides the kind cannot be loaded.

@@ -2,7 +2,7 @@
 
 ::
 
-    job ── posttrain.serving ── engine        serves the model, and counts what is spent
+    job ── posttrain.serving ── engine        serves the model, and counts the tokens
      └──── cell: lm-eval or Inspect           its packages and tasks, no network but the server
 
 The harness reads its packages, which are unpacked once on each machine, and its tasks and data. It can write only in
@@ -222,7 +222,7 @@ def write_results(job: Job, config: HarnessConfig, facts: Harness, out: Path) ->
 def _refuse_others(
     config: HarnessConfig, facts: Harness, answers: Sequence[Answered], measured: Mapping[str, Measured]
 ) -> None:
-    """Refuse results of other tasks, and of another number of documents than the limit and the facts state."""
+    """Refuse results of other tasks, and a number of documents that differs from the limit and the facts."""
     tasks = facts.chosen(config.tasks)
     known = {*tasks, *facts.groups}
     other = next((name for name in measured if not any(name.startswith(f"{one}/") for one in known)), None)

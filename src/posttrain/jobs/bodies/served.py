@@ -163,7 +163,7 @@ class ServedModel:
         self._started.set()
 
     def _take(self, report: Mapping[str, int]) -> None:
-        """Count what was spent, and grant more if the budget has room."""
+        """Count the spent tokens, and grant more if the budget has room."""
         self.tokens, self.answered = report["spent"], report["answered"]
         order, worst = self._job.order, report["held"] + report["wanted"]
         limit = self._limit
