@@ -123,9 +123,15 @@ def is_of_a_served_model(words: list[str]) -> bool:
     return words[:1] == ["posttrain"] and words[1] in ("serve-model", "chat")
 
 
+def is_of_a_harness(words: list[str]) -> bool:
+    """What needs packages and data of others: tests/evals/test_harnesses.py types it, with tasks on local data."""
+    return words[:2] == ["posttrain", "harness"]
+
+
 MATCHED: list[Callable[[list[str]], bool]] = [
     *(is_make, is_install, is_benchmark, is_mutants, is_demo, is_agent, is_of_a_cluster),
     is_of_a_served_model,
+    is_of_a_harness,
 ]
 
 
@@ -134,7 +140,7 @@ def run_here(command: Command) -> bool:
     words = command.words
     return (
         words[0] == "posttrain"
-        and words[1] in {*VERBS, "--help"} - {"demo", "serve-model", "chat"}
+        and words[1] in {*VERBS, "--help"} - {"demo", "serve-model", "chat", "harness"}
         and not is_of_a_cluster(words)
     )
 

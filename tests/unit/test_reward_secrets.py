@@ -194,7 +194,7 @@ def test_audit_29_a_job_without_it_ends_in_one_line() -> None:
     blob = InputBlob("sha256:" + "0" * 64, "file", meta={"secrets": ["JUDGE_KEY"]})
     job: Any = SimpleNamespace(order=SimpleNamespace(inputs={"reward": blob}), secrets={}, label=lambda slot: slot)
     with pytest.raises(InputError, match="reward needs JUDGE_KEY in the environment of the run's driver"):
-        _open(job, "reward", "exact", None, 1.0, 1)  # type: ignore[arg-type]
+        _open(job, "reward", "exact", None, 1.0, 1, {})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("word", "good"), [("127.0.0.1:8000", True), ("localhost:8000", True), ("10.0.0.1:80", False)])

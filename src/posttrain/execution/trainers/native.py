@@ -35,7 +35,8 @@ from posttrain.store.attempts import AttemptFolder
 
 # Model and reward sources enter by digest; these other sources and libraries also decide results.
 _DECIDING_ROOMS = (
-    *("engine", "jobs", "sandbox", "serving", "data/files.py", "data/rows.py", "foreign/evaluations.py"),
+    *("engine", "jobs", "sandbox", "data/files.py", "data/rows.py", "foreign/evaluations.py"),
+    *("serving/answers.py", "serving/texts.py", "serving/wire.py"),
     *("domain/canonical.py", "domain/engines.py", "domain/kinds.py", "domain/placement.py", "domain/rendering.py"),
     *("domain/rewards.py", "domain/roles.py", "domain/adapters.py", "domain/harnesses.py"),
     *("pacing/admission.py", "pacing/balance.py"),
