@@ -21,7 +21,7 @@ from posttrain.engine.rollout.backends.native import NativeRollout
 from posttrain.engine.rollout.backends.scripted import ScriptedRollout
 from posttrain.jobs.bodies.serving import END, Serving, _keep as keep
 from posttrain.serving import engines, service
-from posttrain.serving.app import Limits, Turns
+from posttrain.serving.app import Limits, Spending, Turns
 from posttrain.serving.engines import EngineLostError, EngineProcess, Models, Release, Served
 from posttrain.serving.texts import Growing, Texts
 from posttrain.serving.wire import asked_completion
@@ -158,6 +158,41 @@ def test_a_request_behind_a_full_queue_is_refused() -> None:
 
 
 # --- releases ---------------------------------------------------------------------------------------------------------
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 9), st.floats(0, 1), st.booleans()), max_size=12))
+def test_requests_spend_at_most_what_is_granted(asked: list[tuple[int, float, bool]]) -> None:
+    """Each spends a share of its most, or fails. At every moment, spent and reserved tokens are granted."""
+
+    async def play() -> None:
+        spending, granted = Spending(), 0
+        spending.granted = 0
+
+        def more() -> None:
+            nonlocal granted
+            assert spending.spent + spending.held <= granted
+            granted = max(granted, spending.spent + spending.held + spending.wanted)
+            asyncio.get_running_loop().call_soon(spending.grant, granted)
+
+        spending.short = more
+
+        async def request(most: int, share: float, fails: bool) -> None:
+            async with spending.reserved(most) as complete:
+                assert spending.spent + spending.held <= granted
+                await asyncio.sleep(0)
+                if fails:
+                    raise InputError("the client left")
+                complete.append(int(most * share))
+                await asyncio.sleep(0)  # the end of a stream is sent
+
+        await asyncio.gather(*(request(*one) for one in asked), return_exceptions=True)
+        spent = sum(most if fails else int(most * share) for most, share, fails in asked)
+        assert (spending.spent, spending.held) == (spent, 0)
+        assert spending.answered == sum(not fails for _, _, fails in asked)
+        assert spent <= granted
+
+    asyncio.run(play())
 
 
 class FakeProcess:
@@ -434,6 +469,26 @@ def test_an_engine_answers_every_order_once_and_a_bad_one_harms_no_other() -> No
     assert tokens["a"] == [10, 11, 12, 13]
     assert tokens["b"] == list(range(10, 16))
     assert {name for one in found for name, *_ in one.get("deltas", ())} == {"a", "b"}
+
+
+def test_texts_of_different_orders_are_never_scored_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So an order has the same scores in any company; a long order is scored in packs of bounded size."""
+    rollout = ScriptedRollout(lambda prompt, sample: range(10, 30), pace=1, context_length=8192)
+    packs: list[list[int]] = []
+
+    def score(texts: Any, top: int, policy: str = "") -> Any:
+        packs.append([len(text) for text in texts])
+        raise InputError("no scores")
+
+    monkeypatch.setattr(rollout, "score", score)
+    many = {f"a{at}": [1] * 3000 for at in range(5)}
+    found = orders(
+        {"score": {"texts": many, "top": 0, "policy": ""}},
+        {"score": {"texts": {"b": [1, 2], "c": [3]}, "top": 0, "policy": ""}},
+        rollout=rollout,
+    )
+    assert packs == [[3000, 3000], [3000, 3000], [3000], [2, 1]]
+    assert {name for one in found for name, *_ in one["failed"]} == {*many, "b", "c"}
 
 
 def test_an_engine_that_cannot_score_says_so_and_goes_on() -> None:

@@ -97,13 +97,7 @@ def lay_out(
             shutil.copyfile(module, kit / module.name)
     if source:
         shutil.copyfile(source, kit / name)
-    for given, path in provision.files.items():
-        target = kit / given
-        target.parent.mkdir(parents=True, exist_ok=True)
-        if path.is_dir():
-            shutil.copytree(path, target, dirs_exist_ok=True)
-        else:
-            shutil.copyfile(path, target)
+    _copy_files(provision.files, kit)
     places = dict(zip(provision.network, _addresses(provision.network), strict=True))
     readable = [*_readable(), *readable]
     return CellPlan(
@@ -125,6 +119,16 @@ def lay_out(
         ports=list(places.values()),
         variables=provision.variables,
     )
+
+
+def _copy_files(files: Mapping[str, Path], kit: Path) -> None:
+    for given, path in files.items():
+        target = kit / given
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():
+            shutil.copytree(path, target, dirs_exist_ok=True)
+        else:
+            shutil.copyfile(path, target)
 
 
 def _limits(concurrency: int) -> dict[str, int]:

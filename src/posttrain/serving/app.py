@@ -158,21 +158,25 @@ class Spending:
         self._more = asyncio.Event()
 
     @asynccontextmanager
-    async def reserved(self, most: int) -> AsyncIterator[None]:
-        """Reserve the most tokens that a request may spend, once they are granted; an answer that fails spends all."""
+    async def reserved(self, most: int) -> AsyncIterator[list[int]]:
+        """Reserve the most tokens that a request may spend, once they are granted.
+
+        Yields:
+            A list, to which a complete answer adds its tokens; without them, the answer spends all that was reserved.
+        """
         while self.granted is not None and self.spent + self.held + most > self.granted:
             self.wanted = most
             self._more.clear()
             self.short()
             await self._more.wait()
         self.wanted, self.held = 0, self.held + most
+        complete: list[int] = []
         try:
-            yield
-        except BaseException:
-            self.spent += most
-            raise
+            yield complete
         finally:
             self.held -= most
+            self.spent += sum(complete) if complete else most
+            self.answered += bool(complete)
 
     def grant(self, tokens: int) -> None:
         """Raise the granted tokens."""
@@ -500,12 +504,12 @@ class Answering(Response):
             if now is not served:  # a switch while the request waited
                 asked = await self._asked(name, seed, now)
             named = door.named(asked.model, now)
-            async with door.spending.reserved(asked.most_tokens(door.most(now))):
+            async with door.spending.reserved(asked.most_tokens(door.most(now))) as complete:
                 if asked.stream:
-                    await self._stream(asked, now, named, send)
+                    await self._stream(asked, now, named, send, complete)
                     return
                 found = await choices(asked, now, door.most(now))
-                tokens = self._count(asked, sum(len(one.tokens) for one in found))
+                tokens = self._count(asked, sum(len(one.tokens) for one in found), complete)
             response = await asyncio.to_thread(_whole, asked, found, named, tokens, now.texts)
         await response({"type": "http"}, _nothing, send)
 
@@ -516,7 +520,9 @@ class Answering(Response):
         refuse_unfit(asked, served, self._door.most(served))
         return asked
 
-    async def _stream(self, asked: Asked, served: Served, named: tuple[str, str], send: Send) -> None:
+    async def _stream(
+        self, asked: Asked, served: Served, named: tuple[str, str], send: Send, complete: list[int]
+    ) -> None:
         """Send the answer as server-sent events."""
         model, digest = named
         begun, tokens, seen = time.monotonic(), 0, set[int]()
@@ -538,14 +544,14 @@ class Answering(Response):
                 await send(_event_stream(digest))
                 self._begun = True
             await send(_piece(piece))
-        self._count(asked, tokens)
+        self._count(asked, tokens, complete)
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
 
-    def _count(self, asked: Asked, tokens: int) -> int:
-        prompts, spending = sum(map(len, asked.prompts)), self._door.spending
+    def _count(self, asked: Asked, tokens: int, complete: list[int]) -> int:
+        prompts = sum(map(len, asked.prompts))
         self._door.meters.tokens.labels("prompt").inc(prompts)
         self._door.meters.tokens.labels("generated").inc(tokens)
-        spending.spent, spending.answered = spending.spent + prompts + tokens, spending.answered + 1
+        complete.append(prompts + tokens)
         return tokens
 
 
