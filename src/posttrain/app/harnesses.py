@@ -88,8 +88,8 @@ def fetch_harness(
     say("packing")
     _compile(site)
     _pack(site, into / PACKAGES)
-    for left in [*data.rglob("*.lock"), into / "report.json"]:
-        left.unlink()
+    _settle(data)
+    (into / "report.json").unlink()
     (into / FACTS).write_text(json.dumps(facts.to_json(), indent=1, sort_keys=True))
     return facts
 
@@ -116,7 +116,7 @@ def _load(program: str, tasks: Sequence[str], site: Path, data: Path, folder: Pa
     Raises:
         InputError: it cannot load them.
     """
-    kept = {name: value for name, value in without_keys(os.environ).items() if not name.startswith(("PYTHON", "HF_"))}
+    kept = {name: value for name, value in without_keys(os.environ).items() if not name.startswith("PYTHON")}
     token = {"HF_TOKEN": os.environ["HF_TOKEN"]} if "HF_TOKEN" in os.environ and not offline else {}
     places = {"PYTHONPATH": str(site), "HF_HOME": str(data), "PYTHONDONTWRITEBYTECODE": "1"}
     without = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"} if offline else {}
@@ -140,6 +140,19 @@ def _run(
         why = next((line for line in reversed(lines) if line.startswith("ERROR: ")), lines[-1])
         raise InputError(f"harness fetch: {who} failed: {why[:_SHOWN]}; correct the names, or check the network")
     return done.stdout
+
+
+def _settle(data: Path) -> None:
+    """Leave the files of a cache without links, locks and the copies to which the links lead."""
+    for path in [*data.rglob("*")]:
+        if path.is_symlink():
+            target = path.resolve()
+            path.unlink()
+            shutil.copyfile(target, path)
+        elif path.suffix == ".lock":
+            path.unlink()
+    for blobs in [*data.glob("hub/*/blobs"), *data.glob("hub/.locks")]:
+        shutil.rmtree(blobs)
 
 
 def _compile(site: Path) -> None:
