@@ -103,9 +103,13 @@ def test_a_stage_serves_a_judge_to_its_reward(home: Workbench, judged: tuple[str
 
 def test_another_server_gives_the_same_scores(home: Workbench, judged: tuple[str, dict[str, float]]) -> None:
     with serving(home, "model:judge", "--name", "outside") as other:
-        home.write("url.yaml", spec({"judge": {"url": f"{other.url}/v1", "model": "outside"}}))
-        home.run("run", "url.yaml")
+        models = {"judge": {"url": f"{other.url}/v1", "model": "outside", "key": "OUTSIDE_PASS"}}
+        home.write("url.yaml", spec(models))
+        home.run("run", "url.yaml", env={"OUTSIDE_PASS": "not-for-logs"})
         assert scores(home, home.run_id()) == judged[1]
+    said = _log(home)
+    assert "KEY [" in said
+    assert "not-for-logs" not in said
 
 
 def test_training_with_a_judge_ends_its_server(home: Workbench) -> None:
@@ -157,8 +161,40 @@ def test_models_need_a_reward(home: Workbench) -> None:
     assert "needs a suite with a reward that calls it" in home.run("plan", "wrong.yaml", code=2).error
 
 
-def test_a_key_that_the_reward_does_not_have(home: Workbench) -> None:
+def test_a_key_of_the_drivers_environment_is_needed(home: Workbench) -> None:
     home.write("wrong.yaml", spec({"judge": {"url": "http://127.0.0.1:9/v1", "key": "OUTSIDE_PASS"}}))
-    home.run("run", "wrong.yaml", code=None)
+    assert "OUTSIDE_PASS: the driver's environment must contain" in home.run("run", "wrong.yaml", code=2).error
+
+
+def test_a_stage_whose_judge_died_is_measured_again(home: Workbench, judged: tuple[str, dict[str, float]]) -> None:
+    """A reward that catches the error of its judge scores 0 for it: such scores do not count."""
+    quiet = JUDGE.replace(
+        "def score(completion, prompt):", "def score(completion, prompt):\n    import time\n    time.sleep(0.2)"
+    )
+    quiet = quiet.replace('said = ask("Q: " + completion[:8])', PATIENT)
+    (home.folder / "patient.py").write_text(quiet)
+    made = spec({"judge": {"serve": "model:judge"}})
+    made["rewards"]["judged"]["ref"] = "patient.py"
+    home.write("patient.yaml", {**made, "name": "patient"})
+    process = home.start("run", "patient.yaml")
+    live = home.wait("a server", lambda: servers(home))
+    home.wait("a loaded model", lambda: "start:" in _log(home))
+    live[0].kill()
+    home.finish(process)
     [stage] = home.run("get", home.run_id(), "-o", "json").json["stages"]
-    assert "models.judge.key: OUTSIDE_PASS must be in secrets of" in stage["message"]
+    assert (stage["state"], len(stage["attempts"])) == ("succeeded", 2)
+    path = home.root / "runs" / home.run_id() / "evaluate" / "002" / "outputs" / "items.parquet"
+    assert {row["response"]: row["reward"] for row in pyarrow.parquet.read_table(path).to_pylist()} == judged[1]
+
+
+PATIENT = """    import time
+    time.sleep(0.2)
+    try:
+        said = ask("Q: " + completion[:8])
+    except OSError:
+        return 0.0"""
+
+
+def _log(home: Workbench) -> str:
+    path = home.root / "runs" / home.run_id() / "evaluate" / "001" / "log.txt"
+    return path.read_text() if path.exists() else ""

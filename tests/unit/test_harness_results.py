@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -11,16 +13,20 @@ from typing import Any, cast
 import pyarrow.parquet
 import pytest
 
-from posttrain.domain.errors import InputError
-from posttrain.domain.harnesses import Harness, Task
+from posttrain.domain.errors import BudgetExceededError, InputError
+from posttrain.domain.harnesses import PACKAGES, Harness, Task
 from posttrain.domain.jobs import Note
 from posttrain.domain.kinds import RATE, ItemRange
 from posttrain.engine.config import HarnessConfig
-from posttrain.jobs.bodies.harness import write_results
+from posttrain.jobs.bodies.harness import unpacked, write_results
+from posttrain.jobs.bodies.served import ServedModel
 from posttrain.jobs.entry import Job
 from posttrain.sandbox.program import ProgramError
 
 HOW = {"acc": "mean", "rouge1": "mean", "bleu": "bleu"}
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "e2e"))
+from harness_folder import harness_folder  # noqa: E402
+
 FACTS = Harness("lm-eval", "0.4.13", "", {}, {"sums": Task("1", 3, HOW)}, {"all": ["sums"]})
 STAMP = "2026-01-01T00-00-00.000000"
 VALUES = {"acc": [0.0, 1.0, 1.0], "rouge1": [0.25, 0.5, 1.0], "bleu": [[1, 2]] * 3}
@@ -122,6 +128,95 @@ def test_metrics_of_a_plan() -> None:
         (("sum",), {}, r"tasks: 'sum' was not fetched \(did you mean 'sums'\?\)"),
         ((), {"sums/bleu": (0, 1)}, "'sums/bleu' is not the mean of one value per item"),
         ((), {"sums/f1": (0, 1)}, "'sums/f1' is no metric of these tasks"),
+        ((), {"sums/acc": (0, 2)}, "'sums/acc' is declared as 0 to 1, got 0 to 2"),
+        (("all", "sums"), {}, "'sums' is in two of all, sums"),
     ):
         with pytest.raises(InputError, match=told):
             FACTS.metrics(tasks, cast("dict[str, tuple[float, float]]", ranges))
+
+
+GIVEN = FACTS.to_json()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"schema": 9}, {"program": "other"}, {"tasks": {}}, {"groups": None}, {"groups": {"g": ["nope"]}},
+        {"tasks": {"--model": GIVEN["tasks"]["sums"]}}, {"tasks": {"a,b": GIVEN["tasks"]["sums"]}},
+        *({"tasks": {"sums": {**GIVEN["tasks"]["sums"], **one}}} for one in (
+            {"metrics": ["acc"]}, {"metrics": {"acc": ["mean"]}}, {"documents": "3"}, {"documents": 0},
+            {"documents": True}, {"source": "--x"}, {"version": 3},
+        )),
+    ],
+)  # fmt: skip
+def test_facts_of_another_form_are_refused(change: dict[str, Any]) -> None:
+    assert Harness.from_json(json.loads(json.dumps(GIVEN)), "here") == FACTS
+    with pytest.raises(InputError, match="here: must have the facts of a harness"):
+        Harness.from_json({**GIVEN, **change}, "here")
+
+
+def test_only_the_programs_own_parameters(tmp_path: Path) -> None:
+    FACTS.refuse_foreign({"num_fewshot": 2, "temperature": 0.0})
+    with pytest.raises(InputError, match="temperature: lm-eval does not read it"):
+        FACTS.refuse_foreign({"temperature": 0.5})
+
+
+def test_unpacked_packages_are_those_of_the_archive(tmp_path: Path) -> None:
+    """They are compared on every use, because other programs can write in a cache."""
+    folder = harness_folder(tmp_path / "harness", tmp_path)
+    blob = SimpleNamespace(digest="sha256:" + "a" * 64)
+    order = SimpleNamespace(inputs={"harness": blob}, cache_dir=str(tmp_path / "cache"))
+    job = cast("Job", SimpleNamespace(order=order, input=lambda slot: folder, label=lambda slot: "harness:x@1"))
+    site = unpacked(job)
+    main = site / "lm_eval" / "__main__.py"
+    data, made = main.read_bytes(), main.stat().st_ino
+    assert unpacked(job) == site
+    assert main.stat().st_ino == made
+    for damage in (
+        lambda: main.write_bytes(data[:-1]), main.unlink, lambda: (site / "json.py").write_text("evil"),
+        lambda: shutil.rmtree(site),
+    ):  # fmt: skip
+        damage()
+        unpacked(job)
+        assert main.read_bytes() == data
+        assert not (site / "json.py").exists()
+    (folder / PACKAGES).write_bytes(b"no archive")
+    with pytest.raises(InputError, match="cannot be unpacked"):
+        unpacked(job)
+
+
+def served(limit: int | None) -> tuple[Any, list[tuple[int, int]], list[int]]:
+    """A served model without a process, what it records (spent, reserved), and what it grants."""
+    records, grants = list[tuple[int, int]](), list[int]()
+    made = object.__new__(ServedModel)
+    order = SimpleNamespace(tokens_declared=None)
+    made._job = cast("Job", SimpleNamespace(order=order, meter=lambda spent, held: records.append((spent, held))))
+    made._limit, made._budgeted, made._error = limit, True, None
+    made.tokens = made.answered = made._granted = made._reserved = 0
+    made._process = cast("Any", SimpleNamespace(poll=lambda: None))
+    made._tell = lambda line: grants.append(line["granted"])  # type: ignore[method-assign]
+    return made, records, grants
+
+
+def report(spent: int, held: int, wanted: int) -> dict[str, Any]:
+    return {"spent": spent, "held": held, "wanted": wanted, "answered": 0, "refused": ""}
+
+
+def test_grants_are_recorded_first_never_fall_and_stay_in_the_budget() -> None:
+    made, records, grants = served(100_000)
+    made._take(report(0, 0, 90_000))
+    made._take(report(0, 0, 5))  # written before the first grant arrived
+    assert grants == [100_000, 100_000]
+    assert records[0] == (0, 100_000)
+    made._take(report(10, 99_000, 2_000))  # answers in progress may spend less than they can
+    made.check()
+    made._take(report(99_000, 0, 2_000))
+    with pytest.raises(BudgetExceededError, match="the next answer"):
+        made.check()
+    assert max(spent + held for spent, held in records) <= 100_000
+
+
+def test_without_a_budget_everything_is_counted() -> None:
+    made, records, grants = served(None)
+    made._take(report(10, 20, 0))
+    assert (records, grants) == ([(10, 20)], [])

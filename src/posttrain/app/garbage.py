@@ -33,7 +33,7 @@ from posttrain.store.trees import scratch
 from posttrain.trackers.choice import describe, of_workspace
 
 ANSWERS_SECONDS = 86400.0  # the time for which an HTTP response is stored, for a client that repeats the request
-_CACHED = ("trees", "files")  # folders of the cache whose entries have digests as names
+_CACHED = ("trees", "files", "harnesses")  # folders of the cache whose entries have digests as names
 _AT_ONCE = 200  # staged objects that are deleted while nothing can be adopted
 _PERSON = ("user:", NOBODY)
 

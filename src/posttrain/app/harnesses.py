@@ -26,9 +26,10 @@ from posttrain.domain.harnesses import (
     LM_EVAL,
     PACKAGES,
     PROGRAMS,
+    SCHEMA,
+    SITE,
     TASKS,
     Harness,
-    Task,
     this_python,
 )
 from posttrain.execution.processes import without_keys
@@ -69,22 +70,20 @@ def fetch_harness(
         raise InputError(f"harness must be one of {', '.join(PROGRAMS)}, got {program!r}{nearest(program, PROGRAMS)}")
     if not tasks:
         raise InputError("harness fetch: name at least one task, got none")
-    chosen, site, data = version or VERSIONS[program], into / "site", into / DATA
+    if include is not None and not include.is_dir():
+        raise InputError(f"--include: must be a folder with tasks, got {include}; check the path")
+    chosen, site, data = version or VERSIONS[program], into / SITE, into / DATA
     say(f"installing {program} {chosen}")
     found = _install([one.format(chosen) for one in _NEEDED[program]] + list(packages), site, into / "report.json")
     if include is not None:
-        if not include.is_dir():
-            raise InputError(f"--include: must be a folder with tasks, got {include}; check the path")
         shutil.copytree(include, into / TASKS, ignore=shutil.ignore_patterns("__pycache__", ".*"))
     data.mkdir()
     place = into / TASKS if include is not None else into
     say(f"loading {', '.join(tasks)}")
     _load(program, tasks, site, data, place, offline=False)
     loaded = _load(program, tasks, site, data, place, offline=True)
-    facts = Harness(
-        program, chosen, this_python(), found, {name: Task(**one) for name, one in loaded["tasks"].items()},
-        loaded["groups"],
-    )  # fmt: skip
+    about = {"program": program, "version": chosen, "python": this_python(), "packages": found, "schema": SCHEMA}
+    facts = Harness.from_json({**about, **loaded}, program)
     say("packing")
     _compile(site)
     _pack(site, into / PACKAGES)

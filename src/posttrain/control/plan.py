@@ -217,6 +217,7 @@ def _measured_by_harnesses(
         if HARNESS in contract.inputs:
             facts = Harness.from_json(resolver.input(name, HARNESS).meta, f"{source}: stages.{name}.harness")
             try:
+                facts.refuse_foreign(contract.params)
                 metrics = facts.metrics(contract.params["tasks"], contract.params["ranges"])
             except InputError as error:
                 raise InputError(f"{source}: stages.{name}.{error}") from error
@@ -238,9 +239,11 @@ class Resolver:
             raise InputError(
                 f"{self._source}: stages.{name}.roles.{taken[0]}: is also a name in `rewards`; rename one of them"
             )
+        keys = {one["key"] for one in contract.params.get("models", {}).values() if one.get("key")}
         for slot, (kind, word) in contract.inputs.items():
             if kind == "reward":
                 inputs |= self._reward_files(slot, word)
+                inputs[slot] = _with_secrets(inputs[slot], keys)
         return StageManifest(
             name=name,
             kind=written.kind,
@@ -316,6 +319,12 @@ class Resolver:
             return self._resolve(kind, ref, called) if called else self._resolve(kind, ref)
         except InputError as error:
             raise type(error)(f"{self._source}: {field}: {error}") from error
+
+
+def _with_secrets(reward: InputRef, keys: Collection[str]) -> InputRef:
+    """Return the input of a reward that also gets the keys of the models which it may call."""
+    secrets = sorted({*reward.meta.get("secrets", ()), *keys})
+    return reward.model_copy(update={"meta": {**reward.meta, "secrets": secrets}}) if keys else reward
 
 
 def _place(slot: str) -> str:

@@ -194,7 +194,8 @@ def _judged_metrics(
         if possible is None:
             raise InputError(
                 f"{source}: gates.{gate.name}.metric: {gate.metric!r} has no declared range in stage"
-                f" {made[gate.metric]!r}, so no gate can judge it; use another metric"
+                f" {made[gate.metric]!r}, so no gate can judge it; use another metric, or "
+                "declare its range in `ranges` if it is a mean of items"
             )
         try:
             gate.check_range(possible)

@@ -396,6 +396,8 @@ class Catalog:
             made = f", or create one: posttrain asset create {ref.kind}:{ref.name} FILE" if ref.kind == "model" else ""
             add = f"; register it: posttrain asset add {ref.kind}:{ref.name} PATH{made}"
             hint = nearest(ref.name, known) if known else add
+            if ref.kind == HARNESS:
+                hint = f"{nearest(ref.name, known) if known else ''}; fetch it: posttrain harness fetch PROGRAM TASK"
             raise NotFoundError(f"{ref}: no {ref.kind} of that name is registered{hint}")
         if ref.version is None:
             return versions[-1]

@@ -15,17 +15,23 @@ from __future__ import annotations
 
 import json
 import platform
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from posttrain.domain.errors import InputError, nearest
+from posttrain.domain.jobs import MOST_NUMBER
 from posttrain.domain.kinds import RATE, SHARE, ItemRange
 
 LM_EVAL, INSPECT = "lm-eval", "inspect"
 PROGRAMS = (LM_EVAL, INSPECT)
 FACTS, PACKAGES, TASKS, DATA = "harness.json", "site.tar", "tasks", "data"  # in the folder
+SITE = "site-packages"  # the folder of installed packages: Inspect finds tasks of packages only below such a name
+_NAME = re.compile(r"(?!-)[^\s,={}\"'\\]{1,200}")  # one word of a command line
+_METRIC = re.compile(r"[^\s={}\"'\\]{1,200}")  # a metric with its filter, after a comma
+_LONGEST = 200  # characters
 SCHEMA = 1
 # aggregations; letters: the mean of correct, partial and incorrect answers; unknown: of a scorer with any values
 MEANS = MEAN, LETTERS, UNKNOWN = "mean", "letters", "unknown"
@@ -41,6 +47,22 @@ class Task:
     metrics: Mapping[str, str]  # metric of a document → how the harness aggregates it
     source: str = ""  # what the harness calls it on its command line; "": its name
 
+    def checked(self) -> Task:
+        """Return this instance if its fields are such values, which another program wrote.
+
+        Raises:
+            TypeError, ValueError, AttributeError: they are not.
+        """
+        if type(self.documents) is not int or not 0 < self.documents < MOST_NUMBER:
+            raise ValueError(f"documents {self.documents!r:.40}")
+        for word in (self.source or "-", self.version, *self.metrics.values()):
+            if not isinstance(word, str) or len(word) > _LONGEST:
+                raise TypeError(f"{word!r:.40}")
+        for metric in self.metrics:
+            _named(metric, _METRIC)
+        _named(self.source or "its-name")
+        return self
+
 
 @dataclass(frozen=True, slots=True)
 class Harness:
@@ -55,6 +77,7 @@ class Harness:
     schema: int = SCHEMA
 
     def to_json(self) -> dict[str, Any]:
+        """Return the facts as plain JSON."""
         return asdict(self)
 
     @classmethod
@@ -70,8 +93,13 @@ class Harness:
         try:
             if value["schema"] != SCHEMA or value["program"] not in PROGRAMS:
                 raise ValueError(f"schema {value['schema']!r:.20} and program {value['program']!r:.40}")
-            tasks = {str(name): Task(**task) for name, task in value["tasks"].items()}
-            return cls(**{**value, "tasks": tasks})
+            tasks = {_named(name): Task(**task).checked() for name, task in value["tasks"].items()}
+            groups = {_named(name): [*members] for name, members in value["groups"].items()}
+            packages = {str(name): (str(version), str(digest)) for name, (version, digest) in value["packages"].items()}
+            if not tasks or any(member not in tasks for members in groups.values() for member in members):
+                raise ValueError("no task, or a group of unknown tasks")
+            program, version, python = _named(value["program"]), _named(value["version"]), str(value["python"])
+            return cls(program, version, python, packages, tasks, groups)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise InputError(
                 f"{place}: must have the facts of a harness, got {type(error).__name__}: {error!s:.100}; make the "
@@ -84,14 +112,21 @@ class Harness:
         Raises:
             InputError: a name is unknown.
         """
-        known = {**{name: (name,) for name in self.tasks}, **self.groups}
+        known: dict[str, Sequence[str]] = {**{name: (name,) for name in self.tasks}, **self.groups}
+        for name, task in self.tasks.items():  # as the command line of Inspect names it, or all tasks of a file
+            for word in {task.source, task.source.partition("@")[0]} - {""}:
+                known[word] = [*known.get(word, ()), name]
         other = next((name for name in tasks if name not in known), None)
         if other is not None:
             raise InputError(
                 f"tasks: {other!r} was not fetched{nearest(other, known)}; name one of {', '.join(sorted(known))}, or "
                 "fetch it with posttrain harness fetch"
             )
-        return {one: self.tasks[one] for name in tasks or self.tasks for one in known[name]}
+        found = [one for name in dict.fromkeys(tasks) for one in known[name]] or [*self.tasks]
+        twice = next((one for one in found if found.count(one) > 1), None)
+        if twice is not None:
+            raise InputError(f"tasks: {twice!r} is in two of {', '.join(tasks)}; leave one of them out")
+        return {one: self.tasks[one] for one in found}
 
     def aggregations(self, tasks: Sequence[str]) -> dict[str, str]:
         """Return the metrics of tasks → how each is aggregated; those in `MEANS` have a value for each item."""
@@ -118,12 +153,37 @@ class Harness:
                     f"ranges: {metric!r} is not the mean of one value per item (aggregation: {measured[part]}), so no "
                     "gate can judge it; leave it out"
                 )
+            if found.get(metric) is not None and tuple(ends) != (0.0, 1.0):
+                raise InputError(
+                    f"ranges: {metric!r} is declared as 0 to 1, got {ends[0]:g} to {ends[1]:g}; leave it out"
+                )
             found[metric] = ItemRange(*ends)
         return found
+
+    def documents(self, tasks: Sequence[str], limit: int | None) -> dict[str, int]:
+        """Return task → the number of documents that a stage measures."""
+        return {name: min(limit or one.documents, one.documents) for name, one in self.chosen(tasks).items()}
+
+    def refuse_foreign(self, params: Mapping[str, Any]) -> None:
+        """Refuse parameters of a stage that only the other program reads.
+
+        Raises:
+            InputError: there is one.
+        """
+        foreign = {LM_EVAL: ("temperature",), INSPECT: ("chat", "add_bos_token", "num_fewshot")}[self.program]
+        odd = next((name for name in foreign if params.get(name)), None)
+        if odd is not None:
+            raise InputError(f"{odd}: {self.program} does not read it, got {params[odd]!r}; leave it out")
 
     def _range(self, metric: str, aggregation: str) -> ItemRange | None:
         rate = self.program == LM_EVAL and metric.rpartition("/")[2].partition(",")[0] in RATES
         return {MEAN: RATE if rate else None, LETTERS: SHARE}.get(aggregation)
+
+
+def _named(word: Any, form: re.Pattern[str] = _NAME) -> str:
+    if not isinstance(word, str) or not form.fullmatch(word):
+        raise ValueError(f"a name must be one word of a command line, got {word!r:.60}")
+    return word
 
 
 def read_facts(data: bytes, place: str) -> Harness:

@@ -20,7 +20,7 @@ from posttrain.domain.adapters import AUTO, HEAD, MOST_RANK, AdapterSize, SavedA
 from posttrain.domain.placement import LONGEST, ROLE_NAME, Amount, ParsedAmount, StallAfter, parse_duration
 from posttrain.domain.rendering import stop_fault
 from posttrain.domain.roles import SERVED
-from posttrain.domain.runspec import SECRET, Name
+from posttrain.domain.runspec import SECRET, Name, may_be_secret
 from posttrain.domain.validation import Frozen
 
 # Every number has a maximum: otherwise a typo would be found late, when a job runs out of memory
@@ -158,9 +158,8 @@ class ServedConfig(Frozen):
     # of another server, such as that of vLLM or SGLang
     url: Annotated[str, Field(pattern=r"^https?://[A-Za-z0-9][A-Za-z0-9.-]*(:[0-9]{1,5})?(/[\w./-]*)?$")] | None = None
     model: str = Field(default="model", min_length=1, max_length=400)  # with url: its name in requests
-    key: Annotated[str, Field(pattern=SECRET)] | None = (
-        None  # with url: the variable with the key, a secret of the reward
-    )
+    # with url: the variable of the driver's environment with the key, which only the stage's rewards get
+    key: Annotated[str, Field(pattern=SECRET)] | None = None
     context: Tokens | None = None  # with serve: maximum tokens of a prompt with its response; None: those of the model
     runtime: InferenceRuntimeConfig = InferenceRuntimeConfig()  # with serve
 
@@ -172,13 +171,20 @@ class ServedConfig(Frozen):
         odd = next((name for name in foreign if getattr(self, name) != type(self).model_fields[name].default), None)
         if odd is not None:
             raise ValueError(f"{odd} needs {'url' if self.serve else 'serve'}; remove {odd}")
+        if self.url is not None:
+            self.address  # noqa: B018 - refuses a port that is none
+        if self.key is not None and not may_be_secret(self.key):
+            raise ValueError(f"key must name a variable that no other program reads, got {self.key}; rename it")
         return self
 
     @property
     def address(self) -> str:
         """Host and port of the URL."""
         parts = urlsplit(str(self.url))
-        return f"{parts.hostname}:{parts.port or {'http': 80, 'https': 443}[parts.scheme]}"
+        port = parts.port if parts.port is not None else {"http": 80, "https": 443}[parts.scheme]
+        if not port:
+            raise ValueError("url must have a port from 1 to 65535, got 0")
+        return f"{parts.hostname}:{port}"
 
 
 Models = Annotated[dict[Annotated[str, Field(pattern=ROLE_NAME)], ServedConfig], Field(max_length=8)]

@@ -305,9 +305,10 @@ def _inspect(path: Path, header: Mapping[str, Any], samples: Sequence[Mapping[st
         InputError: the evaluation did not succeed, samples are missing, or a sample occurs twice.
     """
     if header["status"] != "success" or header.get("invalidated"):
+        why = f": {header['error']['message']!s:.300}" if isinstance(header.get("error"), dict) else ""
         raise InputError(
             f"{path}: must be the log of a successful evaluation, got status {header['status']!r:.40}"
-            f"{', invalidated' if header.get('invalidated') else ''}; evaluate again"
+            f"{', invalidated' if header.get('invalidated') else ''}{why}; evaluate again"
         )
     task, expected = header["eval"]["task"], header["results"]["total_samples"]
     if len(samples) != expected:

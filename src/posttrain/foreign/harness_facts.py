@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from difflib import get_close_matches
 from typing import Any
 
 _LETTERS = ("includes", "match", "exact", "pattern", "answer", "choice")  # scorers of Inspect
@@ -19,13 +20,20 @@ def lm_eval(names: list[str]) -> dict[str, Any]:
     from lm_eval.tasks import TaskManager
 
     manager = TaskManager(include_path=os.getcwd())
-    unknown = [name for name in names if name not in manager.all_tasks]
-    if unknown:
-        raise LookupError(f"lm-eval has no task {unknown[0]!r}")
+    for name in names:
+        if name not in manager.all_tasks:
+            close = get_close_matches(name, manager.all_tasks, 1)
+            raise SystemExit(f"lm-eval has no task {name!r}{f' (did you mean {close[0]!r}?)' if close else ''}")
     found: dict[str, Any] = {"tasks": {}, "groups": {}}
     for name in names:
-        tasks = manager.load([name])["tasks"]
-        for leaf, task in tasks.items():
+        loaded = manager.load([name])
+        parts = loaded.get("group_map", {})
+
+        def leaves(of: str, parts: dict[str, list[str]] = parts) -> list[str]:
+            return [leaf for part in parts[of] for leaf in leaves(part)] if of in parts else [of]
+
+        found["groups"] |= {group: leaves(group) for group in parts}
+        for leaf, task in loaded["tasks"].items():
             filters = [one.name for one in getattr(task, "_filters", [])] or ["none"]
             found["tasks"][leaf] = {
                 "version": str((task.config.metadata or {}).get("version", "")),
@@ -36,8 +44,8 @@ def lm_eval(names: list[str]) -> dict[str, Any]:
                     for one in filters
                 },
             }
-        if list(tasks) != [name]:
-            found["groups"][name] = list(tasks)
+        if name not in parts and list(loaded["tasks"]) != [name]:  # a tag
+            found["groups"][name] = list(loaded["tasks"])
     return found
 
 
@@ -48,12 +56,14 @@ def inspect(names: list[str]) -> dict[str, Any]:
 
     tasks: dict[str, Any] = {}
     for name in names:
-        for task in load_tasks([name]):
-            short = task.name.rpartition("/")[2]
+        loaded = load_tasks([name])
+        if not loaded:
+            raise SystemExit(f"Inspect has no task {name!r}; name FILE.py, FILE.py@TASK or PACKAGE/TASK")
+        for task in loaded:
             scorers = [registry_info(one).name.rpartition("/")[2] for one in task.scorer or []]
             kinds = {one: "letters" if one in _LETTERS else "unknown" for one in scorers}
-            source = name if "/" in name or "@" in name else f"{name}@{short}"
-            tasks[short] = {
+            source = name if "@" in name or task.name == name else f"{name}@{task.name}"
+            tasks[task.name] = {
                 "version": str(task.version), "documents": len(task.dataset), "metrics": kinds, "source": source,
             }  # fmt: skip
     return {"tasks": tasks, "groups": {}}

@@ -20,8 +20,9 @@ from posttrain.decision.gates import NOT_TESTED, Look
 from posttrain.decision.power import ENOUGH, PowerNote, gate_power, unknown_power
 from posttrain.domain.errors import InputError, IntegrityError
 from posttrain.domain.gates import GateRule
+from posttrain.domain.harnesses import Harness
 from posttrain.domain.jobs import InputBlob
-from posttrain.domain.kinds import OWN, Driver, ItemRange, compares, kind_of
+from posttrain.domain.kinds import HARNESS, OWN, Driver, ItemRange, compares, kind_of
 from posttrain.domain.lifecycle import RunState, StageState
 from posttrain.domain.manifest import Manifest, StageManifest
 from posttrain.domain.records import StageRecord
@@ -64,7 +65,10 @@ def gates_power(
             if possible is None:
                 continue
             suite = stage.inputs.get(f"suites.{rule.metric.rpartition('/')[0]}")
-            if suite is None:  # a stage of an installed kind without suites has an unknown number of items
+            if suite is None:  # the number of items is unknown, but for a harness
+                documents = _documents(stage, rule.metric)
+                if documents is not None:
+                    yield _looked(rule, documents, possible, empty, looks.get(rule.name))
                 continue
             data = datasets[str(suite.digest)]
             items = data.answered if compares(rule.metric) else data.items
@@ -78,6 +82,15 @@ def gates_power(
             if note.refusal and repeated > 0:
                 note = replace(note, refusal=f"{note.refusal} ({repeated} of {data.rows} rows repeat another)")
             yield note
+
+
+def _documents(stage: StageManifest, metric: str) -> int | None:
+    """Return the number of documents of a harness's metric; None: the stage has no harness."""
+    if HARNESS not in stage.inputs:
+        return None
+    facts = Harness.from_json(stage.inputs[HARNESS].meta, stage.name)
+    counts = facts.documents(stage.params["tasks"], stage.params["limit"])
+    return next((count for task, count in counts.items() if metric.startswith(f"{task}/")), None)
 
 
 def _looked(rule: GateRule, items: int, possible: ItemRange, empty: bool, look: Look | None) -> PowerNote:

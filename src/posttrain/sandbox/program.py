@@ -20,6 +20,7 @@ from posttrain.domain.errors import FailureClass, InfrastructureError, InputErro
 from posttrain.sandbox.process import TRUST
 from posttrain.sandbox.protocol import Ended, MalformedError
 from posttrain.sandbox.session import (
+    OUTSIDE,
     EndedError,
     LateError,
     Log,
@@ -142,7 +143,8 @@ def _finish(program: Program, session: Session, packed: Path, between: Callable[
     if message.code:
         session.close()  # its whole output is in the log then
         how = f"signal {-message.code}" if message.code < 0 else f"exit code {message.code}"
-        raise ProgramError(f"{program.name} ended with {how}{tail.last}")
+        kind = InfrastructureError if -message.code in OUTSIDE else ProgramError
+        raise kind(f"{program.name} ended with {how}{tail.last}")
 
 
 def _unpack(name: str, packed: Path, out: Path) -> None:

@@ -51,7 +51,7 @@ END_TIMEOUT = 5.0  # seconds for the keeper to kill the reward's processes, befo
 START_TIMEOUT = 60.0  # seconds for a worker to start and to confine itself, on a busy machine
 PRINTED = 2**20  # bytes of the reward's output that are copied into the job's log
 _NOWHERE = b"\xff" * 8  # value of the marker before the first completion
-_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT)  # from people or for lack of memory
+OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT)  # from people or for lack of memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -394,7 +394,7 @@ class Session:
             return EndedError(f"used {limits[code]} and was killed", killed=False)
         number = -code if code < 0 else code - 128  # the keeper's exit codes follow the convention of shells
         how = f"signal {number}" if number > 0 else f"exit code {code}"
-        return EndedError(f"ended its process ({how}) instead of answering", killed=code < 0 or number in _OUTSIDE)
+        return EndedError(f"ended its process ({how}) instead of answering", killed=code < 0 or number in OUTSIDE)
 
 
 class _Deadline:

@@ -76,9 +76,9 @@ def load(path: Path) -> ModuleType:
         loader.exec_module(module)
     except SyntaxError as error:
         raise ReportedError("load", f"{path.name}:{error.lineno} is not valid Python: {error.msg}") from error
-    except OSError as error:
-        raise ReportedError("load", f"{path.name} cannot be read: {error}") from error
     except (Exception, SystemExit) as error:
+        if isinstance(error, OSError) and error.filename == str(path):
+            raise ReportedError("load", f"{path.name} cannot be read: {error}") from error
         raise ReportedError("raised", f"{place(error, path)} raised {one_line(error)} while it was imported") from error
     return module
 

@@ -2,9 +2,10 @@
 
 The first line of standard input is the request: `{"folder", "name", "digest", "key", "context", "kv_cache", "runtime",
 "granted"}`. The first answer is `{"url", "facts"}`, once the model is loaded. Then the server reports what its callers
-spend, `{"spent", "held", "wanted", "answered"}`: tokens of complete answers, of answers in progress at most, of the
-request that waits for a grant, and the number of complete answers. A further line `{"granted": TOKENS}` raises the
-tokens that they may spend in total. The server ends with its standard input.
+spend, `{"spent", "held", "wanted", "answered", "refused"}`: tokens of complete answers, of answers in progress at most,
+and of the request that waits for a grant; the number of complete answers, and why the last refused request is wrong. A
+further line `{"granted": TOKENS}` raises the tokens that they may spend in total. The server ends with its standard
+input.
 """
 
 from __future__ import annotations
@@ -75,10 +76,10 @@ async def _serve(request: Mapping[str, Any], lines: IO[str], told: Told) -> None
         told.put({"url": bind.near(listening.getsockname()[1]), "facts": models.served.engine.facts})
         loop, ended = asyncio.get_running_loop(), asyncio.Event()
         threading.Thread(target=_hear, args=(lines, loop, spending, ended), daemon=True).start()
-        reported = 0
+        reported = (0, "")
         while not ended.is_set():
-            if reported != spending.answered:
-                reported = spending.answered
+            if reported != (now := (spending.answered, spending.refused)):
+                reported = now
                 spending.short()
             await asyncio.wait({serving, asyncio.create_task(ended.wait())}, timeout=_REPORTED)
         server.should_exit = True

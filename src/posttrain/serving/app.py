@@ -154,6 +154,7 @@ class Spending:
     def __init__(self) -> None:
         self.granted: float | None = None  # tokens; None: no limit
         self.spent = self.held = self.wanted = self.answered = 0
+        self.refused = ""  # why the last request that was refused is wrong
         self.short: Callable[[], None] = lambda: None  # called when a request waits for a grant
         self._more = asyncio.Event()
 
@@ -167,9 +168,12 @@ class Spending:
         while self.granted is not None and self.spent + self.held + most > self.granted:
             self.wanted = most
             self._more.clear()
-            self.short()
-            await self._more.wait()
-        self.wanted, self.held = 0, self.held + most
+            try:
+                self.short()
+                await self._more.wait()
+            finally:
+                self.wanted = 0
+        self.held += most
         complete: list[int] = []
         try:
             yield complete
@@ -177,15 +181,16 @@ class Spending:
             self.held -= most
             self.spent += sum(complete) if complete else most
             self.answered += bool(complete)
+            self._more.set()  # another request may fit into what was not spent
 
     def grant(self, tokens: int) -> None:
         """Raise the granted tokens."""
-        self.granted = tokens
+        self.granted = max(tokens, self.granted or 0)
         self._more.set()
 
-    def to_json(self) -> dict[str, int]:
-        """Return the counts."""
-        return {name: getattr(self, name) for name in ("spent", "held", "wanted", "answered")}
+    def to_json(self) -> dict[str, int | str]:
+        """Return the counts, and the last refusal."""
+        return {name: getattr(self, name) for name in ("spent", "held", "wanted", "answered", "refused")}
 
 
 class Meters:
@@ -466,6 +471,8 @@ class Answering(Response):
                 await self._answer(patiently)
             except PosttrainError as error:
                 found = problem(error)
+                if isinstance(error, InputError):
+                    self._door.spending.refused = str(error)
                 if found.status_code >= 500:
                     log.error("%s: %s", self._path, error)
                 if self._begun:  # a stream: its status was sent

@@ -247,6 +247,8 @@ def suite_answers(
             for suite in found.suites:
                 greedy = found.greedy(suite)
                 shown = _suite(found, greedy, stage.name, suite, model_words(manifest, stage.inputs["model"]))
+                if not shown.items and not shown.scored:  # of perplexities
+                    continue
                 suites = stage.params.get("suites")  # in a stage of another kind, it may have any type
                 asked = suites.get(suite) if isinstance(suites, Mapping) else None
                 yield replace(shown, sampled=sampling_words(asked if isinstance(asked, Mapping) else {}))

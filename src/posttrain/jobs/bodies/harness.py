@@ -13,17 +13,18 @@ A metric that is not the mean of one value per item is reported with its numerat
 from __future__ import annotations
 
 import math
+import os
 import sys
 import tarfile
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from posttrain.domain.errors import BudgetExceededError, InputError
-from posttrain.domain.harnesses import DATA, INSPECT, LM_EVAL, MEANS, PACKAGES, TASKS, Harness, this_python
+from posttrain.domain.harnesses import DATA, INSPECT, LM_EVAL, MEANS, PACKAGES, SITE, TASKS, Harness, this_python
 from posttrain.domain.jobs import JobResult, Metric, Note, Progress, seconds_short
 from posttrain.domain.kinds import HARNESS, ItemRange
 from posttrain.engine.config import HarnessConfig
@@ -50,23 +51,22 @@ def body(job: Job) -> JobResult:
             f"{job.label(HARNESS)}: its packages are for Python {facts.python}, and this job runs on {this_python()}; "
             "fetch it on such a machine: posttrain harness fetch"
         )
-    folder, packages, model = job.input(HARNESS), _unpacked(job), job.input("model")
+    folder, packages, model = job.input(HARNESS), unpacked(job), job.input("model")
     sizes = choose(job, config)
     tell_sizes(job, sizes)
     out = job.folder / "outputs" / HARNESS
     out.mkdir(parents=True)
-    served = ServedModel(job, "model", config.runtime, config.max_length, sizes.load.kv_cache)
+    served = ServedModel(job, "model", config.runtime, ("max_length", config.max_length), sizes.load.kv_cache)
     try:
         with served:
             slower = job.tell_fallbacks(served.facts["fallbacks"])
             job.tell_start()
             program = _program(config, facts, served, folder, packages, model)
             watch = _Watch(job, config, facts, served)
-            for note in run_program(
-                program, out, watch.look, hidden=workspace_folders(job), confined=not job.order.trust_rewards
-            ):
+            for note in _ran(program, out, watch, job, served):
                 job.sink(Note(note, time.time(), "warning"))
-        means = write_results(job, config, facts, out)
+            means = write_results(job, config, facts, out)
+            watch.tell(watch.total)
     except _StoppedError:
         return JobResult("stopped", tokens=served.tokens)
     except Exception as error:
@@ -79,13 +79,25 @@ class _StoppedError(Exception):
     """A stop was requested."""
 
 
+def _ran(program: Program, out: Path, watch: _Watch, job: Job, served: ServedModel) -> tuple[str, ...]:
+    """Run the harness; an error of the server comes before that of the program, which it may have caused."""
+    hidden, confined = workspace_folders(job), not job.order.trust_rewards
+    try:
+        return run_program(program, out, watch.look, hidden=hidden, confined=confined)
+    except ProgramError as error:
+        served.check()
+        refused = f"; the server refused a request: {served.refused}" if served.refused else ""
+        raise ProgramError(f"{error}{refused}") from error
+    finally:
+        served.check()
+
+
 class _Watch:
     """Reports progress, and ends a harness that exceeds a limit."""
 
     def __init__(self, job: Job, config: HarnessConfig, facts: Harness, served: ServedModel) -> None:
         self._job, self._served, self._timeout, self._name = job, served, config.timeout, facts.program
-        tasks = facts.chosen(config.tasks).values()
-        self._total = sum(min(config.limit or task.documents, task.documents) for task in tasks)
+        self.total = sum(facts.documents(config.tasks, config.limit).values())
         self._seen, self._at = -1, time.monotonic()
 
     def look(self) -> None:
@@ -100,26 +112,49 @@ class _Watch:
         answered = self._served.answered
         if answered != self._seen:
             self._seen, self._at = answered, now
-            total = max(self._total, answered)
-            job.sink(Progress(answered, total, "evaluate", self._served.tokens, time.time()))
+            self.tell(min(answered, self.total - 1))
         elif now - self._at > self._timeout:
             raise ProgramError(
                 f"{self._name} sent no request for {self._timeout:g} s and was ended; see log.txt, or raise timeout"
             )
 
+    def tell(self, step: int) -> None:
+        """Report progress. A document may need several requests, or share one, so only the end is exact."""
+        self._job.sink(Progress(step, self.total, "evaluate", self._served.tokens, time.time()))
 
-def _unpacked(job: Job) -> Path:
+
+def unpacked(job: Job) -> Path:
     """Return the folder with the packages of the harness, unpacked once on this machine."""
     digest = job.order.inputs[HARNESS].digest.removeprefix("sha256:")
     folder = Path(job.order.cache_dir) / "harnesses" / digest
-    if not folder.is_dir():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with scratch(folder.parent, "unpacking-") as made:
-            with tarfile.open(job.input(HARNESS) / PACKAGES) as archive:
-                archive.extractall(made / "site", filter="data")
-            with suppress(OSError):  # another job was faster
-                (made / "site").rename(folder)
-    return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with tarfile.open(job.input(HARNESS) / PACKAGES) as archive:
+            if not _whole(archive, folder / SITE):
+                with scratch(folder.parent, "unpacking-") as made:
+                    archive.extractall(made / digest / SITE, filter="data")
+                    with suppress(OSError):
+                        folder.rename(made / "former")
+                    with suppress(OSError):  # another job was faster
+                        (made / digest).rename(folder)
+    except tarfile.TarError as error:
+        raise InputError(
+            f"{job.label(HARNESS)}: {PACKAGES} cannot be unpacked: {error!s:.100}; fetch it again"
+        ) from error
+    os.utime(folder)  # `posttrain gc` keeps what was used of late
+    return folder / SITE
+
+
+def _whole(archive: tarfile.TarFile, folder: Path) -> bool:
+    """Return whether a folder has exactly the files of an archive."""
+    files = 0
+    for member in archive:
+        if member.isreg():
+            files += 1
+            packed, path = archive.extractfile(member), folder / member.name
+            if packed is None or not path.is_file() or path.read_bytes() != packed.read():
+                return False
+    return files == sum(path.is_file() for path in folder.rglob("*"))
 
 
 def _program(
@@ -139,7 +174,7 @@ def _program(
         [sys.executable, "-s", "-S", "-P", "-m", *words],
         {
             **{"PYTHONPATH": str(packages), "HF_HOME": "{home}/hf", "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"},
-            **{"TOKENIZERS_PARALLELISM": "false", "HF_ALLOW_CODE_EVAL": "1", "TQDM_MININTERVAL": "10"},
+            **{"TOKENIZERS_PARALLELISM": "false", "HF_ALLOW_CODE_EVAL": "1", "TQDM_DISABLE": "1"},
             **{"INSPECT_LOG_LEVEL": "warning", "POSTTRAIN_BASE_URL": f"{served.url}/v1"},
         },
         files=files,
@@ -184,13 +219,17 @@ def write_results(job: Job, config: HarnessConfig, facts: Harness, out: Path) ->
         ProgramError: results are missing, of other tasks, or outside of their range.
     """
     pattern = "results_*.json" if facts.program == LM_EVAL else "*.json"
-    files = sorted(out.rglob(pattern))
+    files = sorted(path for path in out.rglob(pattern) if path.is_file())
     if not files:
         raise ProgramError(f"{facts.program} left no results; see log.txt")
     try:
         measured = {one.metric: one for path in files for one in read_evaluation(path)[1]}
         answers = [one for path in files for one in read_answers(path)]
-    except InputError as error:
+        texts = [
+            part for one in answers for part in (one.item, one.prompt, one.answer, one.response, one.extracted or "")
+        ]
+        "".join(texts).encode()
+    except (InputError, TypeError, UnicodeEncodeError) as error:
         raise ProgramError(f"{facts.program}: {error}".replace(f"{out}/", "")) from error
     wanted, aggregations = facts.metrics(config.tasks, config.ranges), facts.aggregations(config.tasks)
     _refuse_others(config, facts, answers, measured)
@@ -204,6 +243,8 @@ def write_results(job: Job, config: HarnessConfig, facts: Harness, out: Path) ->
             means |= {} if one.value is None or not math.isfinite(one.value) else {name: one.value}
             continue
         possible = wanted.get(name)
+        if not one.items:
+            raise ProgramError(f"{facts.program}: results of {name} are missing; see log.txt")
         _check(one, possible)
         means[name] = math.fsum(one.items.values()) / len(one.items)
         columns["metric"] += [name] * len(one.items)
@@ -228,9 +269,8 @@ def _refuse_others(
     other = next((name for name in measured if not any(name.startswith(f"{one}/") for one in known)), None)
     if other is not None:
         raise ProgramError(f"{facts.program}: results of {other} belong to no task of the stage; see log.txt")
-    for name, task in tasks.items():
+    for name, wanted in facts.documents(config.tasks, config.limit).items():
         kinds = {one.kind for one in answers if one.task == name} or {""}
-        wanted = min(config.limit or task.documents, task.documents)
         for kind in kinds:
             found = sum(one.task == name and one.kind == kind for one in answers)
             if found != wanted:
@@ -258,11 +298,12 @@ def _tell_refused(job: Job, one: Measured) -> None:
 
 
 def _items(
-    answers: Iterable[Answered], measured: Mapping[str, Measured], wanted: Mapping[str, ItemRange | None]
+    answers: Sequence[Answered], measured: Mapping[str, Measured], wanted: Mapping[str, ItemRange | None]
 ) -> dict[str, list[Any]]:
-    """Return the columns of the items; an item is correct by the first metric of its task that is 0 or 1."""
-    rates = [name for name, possible in wanted.items() if possible and possible.binary and name in measured]
-    first = {name.rpartition("/")[0]: measured[name].items for name in reversed(rates)}
+    """Return the columns of the items; an item is correct if the first metric of its task from 0 to 1 is 1."""
+    rates = [name for name, one in wanted.items() if one and (one.low, one.high) == (0, 1) and name in measured]
+    tasks = {one.task for one in answers}
+    first = {task: measured[name].items for name in reversed(rates) for task in tasks if name.startswith(f"{task}/")}
     columns: dict[str, list[Any]] = {name: [] for name in ITEM_TYPES}
     places: dict[tuple[str, str, str], int] = {}
     for one in answers:

@@ -2,22 +2,52 @@
 
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import MappingProxyType
+from typing import final
 from urllib.parse import unquote, urlsplit
 
 from posttrain.domain.errors import InputError
 from posttrain.domain.jobs import Note
 from posttrain.domain.rewards import MODEL_PARTS, model_variable, reward_slots
 from posttrain.engine.config import TurnsConfig
-from posttrain.jobs.bodies.served import Reached
+from posttrain.jobs.bodies.served import Reached, ServedModel
 from posttrain.jobs.entry import Job
 from posttrain.sandbox.observer import ProcessObserver
-from posttrain.sandbox.port import Observer, RewardFunction
+from posttrain.sandbox.port import Observer, RewardCall, RewardFunction, Score
 from posttrain.sandbox.process import ParallelReward, WeightedReward, open_reward
 from posttrain.sandbox.session import Provision
+
+
+@final
+class CheckedReward:
+    """A reward whose scores count only while the models that it calls are served."""
+
+    def __init__(self, reward: RewardFunction, models: Iterable[ServedModel]) -> None:
+        self._reward, self._models = reward, tuple(models)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """See `RewardFunction.notes`."""
+        return self._reward.notes
+
+    def score(self, call: RewardCall, allowed: int = 0, places: Sequence[int] | None = None) -> list[Score]:
+        """Score one batch; see `RewardFunction.score`.
+
+        Raises:
+            InfrastructureError: a model's server has ended, so the code may have scored without it.
+        """
+        try:
+            return self._reward.score(call, allowed, places)
+        finally:
+            for served in self._models:
+                served.check()
+
+    def close(self) -> None:
+        """Close the reward."""
+        self._reward.close()
 
 
 def open_rewards(
@@ -51,7 +81,8 @@ def open_rewards(
     else:
         found = WeightedReward({name: (weight, opened[name]) for name, weight in reward.items()})
     _tell(job, found.notes)
-    return found
+    served = [one.served for one in models.values() if one.served is not None]
+    return CheckedReward(found, served) if served else found
 
 
 def recipe_of(job: Job) -> tuple[Path, str] | None:
@@ -111,8 +142,6 @@ def _open(
     secrets = {one: job.secrets[one] for one in meta.get("secrets", ())}
     network, variables = list(meta.get("network", ())), dict[str, str]()
     for model, reached in models.items():
-        if reached.variable and reached.variable not in secrets:
-            raise InputError(f"models.{model}.key: {reached.variable} must be in secrets of {label}; add it there")
         network += [reached.address] if reached.address not in network else []
         url, name_there, key_there = (model_variable(model, part) for part in MODEL_PARTS)
         variables |= {url: reached.url, name_there: reached.model}

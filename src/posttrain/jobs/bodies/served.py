@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 from urllib.parse import urlsplit
 
-from posttrain.domain.errors import BudgetExceededError, InfrastructureError, InputError, JobFailedError, PosttrainError
-from posttrain.domain.jobs import Metric, tokens_short
+from posttrain.domain.errors import BudgetExceededError, InfrastructureError, InputError, JobFailedError
+from posttrain.domain.jobs import Note, tokens_short
 from posttrain.domain.roles import SERVED
 from posttrain.engine.config.training import written
 from posttrain.engine.settings import InferenceRuntimeConfig, ServedConfig
@@ -42,12 +42,13 @@ class Reached:
     model: str  # its name in requests
     key: str = field(default="", repr=False)
     variable: str = ""  # the variable that has the key instead
+    served: ServedModel | None = None  # its server, if the job serves it
 
 
 def open_models(job: Job, models: Mapping[str, ServedConfig], stack: ExitStack) -> dict[str, Reached]:
     """Serve the models of a stage until the stack is closed; return how each is reached.
 
-    The tokens that they spend are reported as `served/NAME/tokens`; they are not those of the stage.
+    A note reports the tokens that they spend; these are not tokens of the stage.
 
     Raises:
         InputError, JobFailedError, InfrastructureError: see `ServedModel`.
@@ -58,15 +59,17 @@ def open_models(job: Job, models: Mapping[str, ServedConfig], stack: ExitStack) 
             found[name] = Reached(str(one.url), one.address, one.model, variable=one.key or "")
             continue
         cache = written(one.runtime.kv_cache)
-        served = ServedModel(job, f"{SERVED}{name}", one.runtime, one.context, cache, budgeted=False)
+        slot, context = f"{SERVED}{name}", (f"models.{name}.context", one.context)
+        served = ServedModel(job, slot, one.runtime, context, cache, budgeted=False)
 
-        def tell(served: ServedModel = served, name: str = name) -> None:
-            job.sink(Metric(0, {f"served/{name}/tokens": float(served.tokens)}, time.time()))
+        def tell(served: ServedModel = served, slot: str = slot) -> None:
+            line = f"{slot}: {job.label(slot)} answered {served.answered} requests with {served.tokens} tokens"
+            job.sink(Note(line, time.time()))
 
         stack.callback(tell)  # after the server has ended
         stack.enter_context(served)
         job.tell_fallbacks(served.facts["fallbacks"])
-        found[name] = Reached(f"{served.url}/v1", urlsplit(served.url).netloc, "model", served.key)
+        found[name] = Reached(f"{served.url}/v1", urlsplit(served.url).netloc, "model", served.key, "", served)
     return found
 
 
@@ -75,7 +78,7 @@ class ServedModel:
 
     Args:
         slot: the input of the job with the model.
-        context: maximum tokens of a prompt with its response; None: those of the model.
+        context: the field with the maximum tokens of a prompt with its response, and its value; None: the model's.
         kv_cache: maximum bytes of keys and values; None: half of the free memory.
         budgeted: whether its tokens count as the job's.
 
@@ -92,14 +95,15 @@ class ServedModel:
         job: Job,
         slot: str,
         runtime: InferenceRuntimeConfig,
-        context: int | None,
+        context: tuple[str, int | None],
         kv_cache: int | None,
         *,
         budgeted: bool = True,
     ) -> None:
         self._job, self.key, self._budgeted = job, secrets.token_urlsafe(24), budgeted
-        self.tokens = self.answered = self._granted = 0
-        self._error: PosttrainError | None = None
+        self.tokens = self.answered = self._granted = self._reserved = 0
+        self._error: Exception | None = None
+        self.refused = ""  # why the server refused the last request that it refused
         self._started = threading.Event()
         environment = {name: value for name, value in without_keys(os.environ).items() if not name.startswith("PYTHON")}
         self._process = subprocess.Popen(
@@ -111,7 +115,8 @@ class ServedModel:
         folder, digest = str(job.input(slot)), job.order.inputs[slot].digest
         chosen = runtime.model_dump(mode="json", include={"device", "dtype", "threads"})
         about = {"name": "model", "digest": digest, "key": self.key, "folder": folder, "runtime": chosen}
-        settings = {"context": context, "kv_cache": kv_cache, "granted": granted, "threads": runtime.threads}
+        self._context = context
+        settings = {"context": context[1], "kv_cache": kv_cache, "granted": granted, "threads": runtime.threads}
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._tell({**about, **settings, "asked_by": os.getpid()})
 
@@ -121,6 +126,9 @@ class ServedModel:
             if not self._started.wait(LOADING):
                 raise InfrastructureError(f"the model was not loaded within {LOADING:g} s; check the machine")
             self.check()
+            field, most = self._context
+            if most is not None and most > self.facts["context"]:
+                raise InputError(f"{field}: must be at most {self.facts['context']}, that of the model, got {most}")
         except BaseException:
             self._end()
             raise
@@ -131,8 +139,11 @@ class ServedModel:
 
     def check(self) -> None:
         """Raise the error that ended the server, or the budget that its callers would exceed."""
-        if self._error is not None:
-            raise self._error
+        error = self._error
+        if error is None and self._process.poll() is not None:
+            error = InfrastructureError("the server of the model ended; see log.txt, then retry")
+        if error is not None:
+            raise error
 
     def _end(self) -> None:
         assert self._process.stdin is not None
@@ -144,40 +155,49 @@ class ServedModel:
         self._process.wait()
         if self._reader.ident:
             self._reader.join()
+        if self._process.returncode:  # without a last report, answers in progress may have spent what was reserved
+            self.tokens += self._reserved
         self._record(0)
 
     def _read(self) -> None:
-        """Take the server's reports until it ends."""
+        """Take the server's reports until it ends; keep the error that ends it, or this thread."""
         assert self._process.stdout is not None
-        for line in self._process.stdout:
-            found = json.loads(line)
-            if "error" in found:
-                kind = InputError if found["exit_code"] == InputError.exit_code else JobFailedError
-                self._error = kind(found["error"])
-            elif "url" in found:
-                self.url, self.facts = found["url"], found["facts"]
-                self._started.set()
-            else:
-                self._take(found)
+        try:
+            for line in self._process.stdout:
+                found = json.loads(line)
+                if "error" in found:
+                    kind = InputError if found["exit_code"] == InputError.exit_code else JobFailedError
+                    raise kind(found["error"])
+                if "url" in found:
+                    self.url, self.facts = found["url"], found["facts"]
+                    self._started.set()
+                else:
+                    self._take(found)
+        except Exception as error:  # also of the disk, to which the spent tokens are written
+            self._error = self._error or error
         self._error = self._error or InfrastructureError("the server of the model ended; see log.txt, then retry")
         self._started.set()
 
-    def _take(self, report: Mapping[str, int]) -> None:
+    def _take(self, report: Mapping[str, Any]) -> None:
         """Count the spent tokens, and grant more if the budget has room."""
-        self.tokens, self.answered = report["spent"], report["answered"]
-        order, worst = self._job.order, report["held"] + report["wanted"]
-        limit = self._limit
-        if limit is not None and self.tokens + worst > limit:
-            short = tokens_short("the next answers", worst, self.tokens, limit, order.tokens_declared)
-            self._error = BudgetExceededError(f"{short}; raise budget.tokens")
+        self.tokens, self.answered, self.refused = report["spent"], report["answered"], report["refused"]
+        held, wanted, limit = report["held"], report["wanted"], self._limit
+        if limit is None:
+            self._record(held + wanted)
             return
-        if limit is not None and report["wanted"]:
-            self._granted = min(limit, self.tokens + worst + _GRANT)
-        self._record(max(self._granted - self.tokens, worst))
-        if limit is not None and report["wanted"]:
+        if (
+            wanted and not held and self.tokens + wanted > limit
+        ):  # else answers in progress may spend less than they can
+            short = tokens_short("the next answer", wanted, self.tokens, limit, self._job.order.tokens_declared)
+            self._error = self._error or BudgetExceededError(f"{short}; raise budget.tokens")
+        elif wanted:
+            self._granted = max(self._granted, min(limit, self.tokens + held + wanted + _GRANT))
+        self._record(max(self._granted - self.tokens, 0))
+        if wanted:
             self._tell({"granted": self._granted})
 
     def _record(self, reserved: int) -> None:
+        self._reserved = reserved
         if self._budgeted:
             self._job.meter(self.tokens, reserved)
 
