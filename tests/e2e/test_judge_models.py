@@ -168,18 +168,14 @@ def test_a_key_of_the_drivers_environment_is_needed(home: Workbench) -> None:
 
 def test_a_stage_whose_judge_died_is_measured_again(home: Workbench, judged: tuple[str, dict[str, float]]) -> None:
     """A reward that catches the error of its judge scores 0 for it: such scores do not count."""
-    quiet = JUDGE.replace(
-        "def score(completion, prompt):", "def score(completion, prompt):\n    import time\n    time.sleep(0.2)"
-    )
-    quiet = quiet.replace('said = ask("Q: " + completion[:8])', PATIENT)
-    (home.folder / "patient.py").write_text(quiet)
+    (home.folder / "patient.py").write_text(JUDGE.replace('    said = ask("Q: " + completion[:8])', PATIENT))
     made = spec({"judge": {"serve": "model:judge"}})
     made["rewards"]["judged"]["ref"] = "patient.py"
     home.write("patient.yaml", {**made, "name": "patient"})
     process = home.start("run", "patient.yaml")
-    live = home.wait("a server", lambda: servers(home))
-    home.wait("a loaded model", lambda: "start:" in _log(home))
-    live[0].kill()
+    home.wait("a loaded model", lambda: process.poll() is not None or "start:" in _log(home, "patient-"))
+    [live] = servers(home)
+    live.kill()
     home.finish(process)
     [stage] = home.run("get", home.run_id(), "-o", "json").json["stages"]
     assert (stage["state"], len(stage["attempts"])) == ("succeeded", 2)
@@ -195,6 +191,7 @@ PATIENT = """    import time
         return 0.0"""
 
 
-def _log(home: Workbench) -> str:
+def _log(home: Workbench, name: str = "") -> str:
+    """The log of the newest run's evaluation, if the run has this name."""
     path = home.root / "runs" / home.run_id() / "evaluate" / "001" / "log.txt"
-    return path.read_text() if path.exists() else ""
+    return path.read_text() if path.exists() and home.run_id().startswith(name) else ""

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 import re
 import shutil
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import families
 import pyarrow.parquet
@@ -141,16 +146,77 @@ def test_curl(served: ServedModel) -> None:
     assert [text] == served.texts("Q: 31\nA:", max_tokens=8)
 
 
+HUB_TASK = {
+    "task": "sums", "dataset_path": "team/sums", "test_split": "test", "output_type": "generate_until",
+    "doc_to_text": "{{question}}", "doc_to_target": "{{answer}}", "metadata": {"version": 2.0},
+    "generation_kwargs": {"until": ["\n"], "max_gen_toks": 4, "do_sample": False},
+    "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
+}  # fmt: skip
+
+
+@contextmanager
+def hub() -> Iterator[str]:
+    """A server with the parts of the hub's API that `datasets` asks for one data set."""
+    rows = [{"question": f"Q: {n} plus {n + 1}\nA:", "answer": f"{2 * n + 1}"} for n in (1, 2)]
+    files = {
+        "test.jsonl": "".join(json.dumps(row) + "\n" for row in rows).encode(),
+        "README.md": b"---\nlicense: mit\n---\n",
+    }
+    sha, api = "a" * 40, "/api/datasets/team/sums"
+    listed = [{"type": "file", "path": name, "size": len(data), "oid": sha} for name, data in files.items()]
+    about = {"_id": "1", "id": "team/sums", "sha": sha, "private": False, "gated": False, "disabled": False, "tags": [],
+             "downloads": 0, "likes": 0, "siblings": [{"rfilename": name} for name in files]}  # fmt: skip
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            path = urlsplit(self.path).path
+            name = path.rpartition(f"/resolve/{sha}/")[2] if "/resolve/" in path else ""
+            found = files.get(name) or json.dumps(listed if path.startswith(f"{api}/tree/") else about).encode()
+            missing = (name and name not in files) or not path.startswith(
+                ("/api/datasets/team/sums", "/datasets/team/sums")
+            )
+            self.send_response(404 if missing else 200)
+            self.send_header("content-length", str(len(found)))
+            self.send_header("x-repo-commit", sha)
+            self.send_header("etag", f'"{hashlib.sha256(found).hexdigest()}"')
+            if missing:
+                self.send_header("x-error-code", "EntryNotFound")
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(found)
+
+        do_HEAD = do_GET  # noqa: N815
+
+        def log_message(self, *_: object) -> None:
+            """Print nothing."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
 def test_a_stage_measures_with_lm_eval(bench: Workbench, tmp_path: Path) -> None:
     """`harness fetch`, and a stage whose scores are those of lm-eval's own `hf` model, item by item."""
-    tasks(bench.folder, "rows.jsonl")
+    folder = tasks(bench.folder, "rows.jsonl")
+    (folder / "sums.yaml").write_text(yaml.safe_dump(HUB_TASK))
+    inner = {"group": "inner", "task": ["choice", "drawn"], "aggregate_metric_list": [{"metric": "acc"}]}
+    both = {"group": "both", "task": [inner, "perplexity"], "aggregate_metric_list": [{"metric": "acc"}]}
+    (folder / "both.yaml").write_text(yaml.safe_dump(both))
     names = ("choice", "drawn", "perplexity")
-    fetched = bench.run("harness", "fetch", "lm-eval", *names, "--include", "tasks", "-o", "json").json
+    with hub() as url:
+        asked = ("harness", "fetch", "lm-eval", "both", "sums", "--include", "tasks", "-o", "json")
+        fetched = bench.run(*asked, env={"HF_ENDPOINT": url}).json
+    assert fetched["meta"]["groups"] == {"both": [*names], "both::inner": [*names[:2]]}
     packages = fetched["meta"]["packages"]
     assert packages["lm_eval"][0] == "0.4.13"
     assert all(digest.startswith("sha256:") for _, digest in packages.values())
-    assert {name: task["documents"] for name, task in fetched["meta"]["tasks"].items()} == dict.fromkeys(names, ITEMS)
-    stage = {"kind": "evaluate", "model": "base", "harness": "lm-eval", "max_length": 512}
+    documents = {name: task["documents"] for name, task in fetched["meta"]["tasks"].items()}
+    assert documents == {**dict.fromkeys(names, ITEMS), "sums": 2}
+    stage = {"kind": "evaluate", "model": "base", "harness": "lm-eval", "max_length": 512, "tasks": ["both", "sums"]}
     spec = {"name": "bench", "owner": "e2e", "seed": 5, "model": "model:tiny", "stages": {"bench": stage}}
     bench.write("bench.yaml", spec)
     begun = time.perf_counter()
@@ -174,6 +240,7 @@ def test_a_stage_measures_with_lm_eval(bench: Workbench, tmp_path: Path) -> None
     texts = pyarrow.parquet.read_table(outputs / "items.parquet").to_pylist()
     drawn = {one["item_id"].split()[1]: one["response"] for one in texts if one["suite"] == "drawn"}
     assert {str(row[0]): row[1][0] for row in found["hf-16"]["items"]["drawn"]} == drawn
+    assert [one["prompt"] for one in texts if one["suite"] == "sums"] == ["Q: 1 plus 2\nA:", "Q: 2 plus 3\nA:"]
 
 
 METRICS = {"choice": ("choice/acc", "choice/acc_norm"), "drawn": ("drawn/exact_match",)}
@@ -190,13 +257,32 @@ def arith():
 """
 
 
+INSPECT_ROWS = '[__import__("inspect_ai").dataset.Sample(input="7", target=":", id=7)]'
+INSPECT_PACKAGE = """
+[project]
+name = "sums"
+version = "1.0"
+[project.entry-points.inspect_ai]
+sums = "sums.tasks"
+[build-system]
+requires = ["setuptools"]
+build-backend = "setuptools.build_meta"
+"""
+
+
 def test_a_stage_measures_with_inspect(bench: Workbench) -> None:
     folder = bench.folder / "arithmetic"
     folder.mkdir()
     (folder / "arith.py").write_text(INSPECT_TASK)
     rows = [{"input": f"{n}", "target": ":", "id": n} for n in range(31, 37)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    bench.run("harness", "fetch", "inspect", "arith.py", "--include", "arithmetic")
+    package = bench.folder / "package"
+    (package / "sums").mkdir(parents=True)
+    (package / "pyproject.toml").write_text(INSPECT_PACKAGE)
+    (package / "sums" / "__init__.py").write_text("")
+    (package / "sums" / "tasks.py").write_text(INSPECT_TASK.replace('json_dataset("rows.jsonl")', INSPECT_ROWS))
+    more = ("sums/arith", "--with", str(package))
+    bench.run("harness", "fetch", "inspect", "arith.py", *more, "--include", "arithmetic")
     stages = {"bench": {"kind": "evaluate", "model": "base", "harness": "inspect", "max_new_tokens": 16}}
     spec = {"name": "arith", "owner": "e2e", "seed": 5, "model": "model:tiny", "stages": stages}
     bench.write("arith.yaml", spec)
@@ -204,6 +290,8 @@ def test_a_stage_measures_with_inspect(bench: Workbench) -> None:
     run = bench.run_id()
     outputs = bench.root / "runs" / run / "bench" / "001" / "outputs"
     texts = pyarrow.parquet.read_table(outputs / "items.parquet").to_pylist()
+    assert [row["prompt"] for row in texts if row["suite"] == "sums/arith"] == ["7"]
+    texts = [row for row in texts if row["suite"] == "arith"]
     greedy = ("--chat", "--max-new-tokens", "16", "--temperature", "0", "-o", "json")
     own = bench.run("sample", "model:tiny", *(row["input"] for row in rows), *greedy).json["answers"]
     said = [re.sub(r"<\|\w+\|>", "", one["text"]) for one in own]  # a chat's answer has no special tokens

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -210,7 +210,11 @@ def get(
     if said is not None:
         say(f"  status      {said.words} ({moment(said.at)})")
     say(*(f"  made from   {parent}" for parent in asset.parents))
-    say(*(f"  {key:11s} {' '.join(str(value).split())}" for key, value in asset.meta.items()))
+    shown = {key: value for key, value in asset.meta.items() if asset.kind != "harness" or isinstance(value, str)}
+    say(*(f"  {key:11s} {' '.join(str(value).split())}" for key, value in shown.items()))
+    if asset.kind == "harness":
+        say(f"  packages    {len(asset.meta['packages'])}; -o json lists their versions and digests")
+        _tell_tasks(asset.meta)
     if "imported" in asset.meta:
         say(f"  imported from another program; next: posttrain lineage {asset.ref}")
     if "stage" in asset.meta:
@@ -270,7 +274,10 @@ def _mark(ref: str, status: str, reason: str) -> None:
 @harnesses.command("fetch")
 def fetch(
     program: Annotated[str, typer.Argument(metavar="PROGRAM", help="lm-eval or inspect.")],
-    tasks: Annotated[list[str], typer.Argument(metavar="TASK...", help="Tasks or groups; Inspect: FILE.py@TASK.")],
+    tasks: Annotated[
+        list[str],
+        typer.Argument(metavar="TASK...", help="Tasks or groups; Inspect: FILE.py, FILE.py@TASK or PACKAGE/TASK."),
+    ],
     name: Annotated[str, typer.Option(help="Name of the asset; default: the program's name.")] = "",
     version: Annotated[str, typer.Option(help="Version of the program; default: the tested one.")] = "",
     include: Annotated[Path | None, typer.Option(help="Folder with further tasks and their data.")] = None,
@@ -295,10 +302,18 @@ def fetch(
             asset = control.add_harness(made, name or program)
     answer_json(output, lambda: as_json(asset))
     say(f"{asset.ref}  {digest(asset.digest)}  {facts.program} {facts.version}, {len(facts.packages)} packages")
-    for task, one in facts.tasks.items():
-        metrics = ", ".join(f"{task}/{metric}" for metric in one.metrics)
-        say(f"  {task}  version {one.version}, {one.documents} documents: {metrics}")
+    _tell_tasks(facts.to_json())
     say(f"next, in a run file: {{kind: evaluate, model: …, harness: {name or program}}}")
+
+
+def _tell_tasks(facts: Mapping[str, Any]) -> None:
+    """Print a line for each task of a harness."""
+    for task, one in facts["tasks"].items():
+        metrics = ", ".join(f"{task}/{metric}" for metric in one["metrics"])
+        version = f"version {one['version']}, " if one["version"] else ""
+        say(f"  {task}  {version}{one['documents']} documents: {metrics}")
+    for group, tasks in facts["groups"].items():
+        say(f"  {group}  the tasks {', '.join(tasks)}")
 
 
 @harnesses.callback()
