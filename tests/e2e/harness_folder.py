@@ -86,8 +86,8 @@ def harness_folder(folder: Path, workspace: Path, tasks: Mapping[str, Sequence[s
             member = tarfile.TarInfo(f"./{name}")
             member.size = len(data)
             archive.addfile(member, io.BytesIO(data))
-    given = tasks or {name: ["acc"] for name in TASKS}
-    known = {name: Task("1", DOCUMENTS, dict.fromkeys(metrics, "mean")) for name, metrics in given.items()}
+    given, documents = tasks or {name: ["acc"] for name in TASKS}, 500 if tasks else DOCUMENTS
+    known = {name: Task("1", documents, dict.fromkeys(metrics, "mean")) for name, metrics in given.items()}
     facts = Harness("lm-eval", "0.4.13", this_python(), {"lm_eval": ("0.4.13", "")}, known)
     (folder / FACTS).write_text(json.dumps(facts.to_json()))
     return folder

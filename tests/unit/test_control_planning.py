@@ -267,5 +267,6 @@ def test_a_mean_without_a_declared_range_cannot_be_gated() -> None:
         planned(None)
     assert str(caught.value) == (
         "run.yaml: gates.g.metric: 'judge/score' has no declared range in stage"
-        " 'evaluate', so no gate can judge it; use another metric"
+        " 'evaluate', so no gate can judge it; use another metric, or declare its range in `ranges` if it is a mean of "
+        "items"
     )

@@ -276,7 +276,7 @@ def fetch(
     program: Annotated[str, typer.Argument(metavar="PROGRAM", help="lm-eval or inspect.")],
     tasks: Annotated[
         list[str],
-        typer.Argument(metavar="TASK...", help="Tasks or groups; Inspect: FILE.py, FILE.py@TASK or PACKAGE/TASK."),
+        typer.Argument(metavar="TASK...", help="Tasks or groups; Inspect: FILE.py@TASK, PACKAGE/TASK."),
     ],
     name: Annotated[str, typer.Option(help="Name of the asset; default: the program's name.")] = "",
     version: Annotated[str, typer.Option(help="Version of the program; default: the tested one.")] = "",
