@@ -135,7 +135,7 @@ OTHERS = (
         ),
     ),
     Lane("ecosystem", 7, (*_source("sandbox", "engine/algorithms", "foreign", "trackers"), "tests/ecosystem")),
-    Lane("evals", 6, (*_source("serving", "jobs/bodies"), "tests/evals")),
+    Lane("evals", 9, (*_source("serving", "jobs/bodies"), "tests/evals")),
     Lane("dist", 6, ("pyproject.toml", "constraints.txt", "Makefile", *_source("examples", "cli"))),
     Lane("day", 4, ("pyproject.toml", "constraints.txt", "day", *_source("trackers", "foreign", "drivers"))),
     Lane("site", 1, ("docs", "handbook", "README.md", "CHANGELOG.md", *_source("cli", "api"))),

@@ -158,9 +158,8 @@ def _compile(site: Path) -> None:
     """Compile the packages, in files that are valid whatever the times of the sources are."""
     words = [sys.executable, "-m", "compileall", "-q", "-j", "0", "--invalidation-mode", "unchecked-hash"]
     words += ["-s", str(site), str(site)]
-    subprocess.run(
-        words, capture_output=True, timeout=_INSTALLING, check=False
-    )  # packages have files for other Pythons
+    # packages have files for other versions of Python, which cannot be compiled
+    subprocess.run(words, capture_output=True, timeout=_INSTALLING, check=False)
 
 
 def _pack(site: Path, archive: Path) -> None:
