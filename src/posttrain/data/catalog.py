@@ -413,7 +413,9 @@ class Catalog:
             raise NotFoundError(
                 f"{asset.ref}: its bytes ({asset.digest}) are missing from the store; register it again"
             )
-        meta = asset.meta if asset.kind == HARNESS else {k: asset.meta[k] for k in _CALLED_BY if k in asset.meta}
+        meta = {key: asset.meta[key] for key in _CALLED_BY if key in asset.meta}
+        if asset.kind == HARNESS:
+            meta = {**asset.meta, "packages": {}}  # their digests are those of the bytes
         meta = self._called(asset, called) if called else meta
         return InputRef(source="asset", name=asset.ref, digest=asset.digest, form=cast(Form, asset.form), meta=meta)
 
