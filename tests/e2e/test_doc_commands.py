@@ -125,7 +125,7 @@ def is_of_a_served_model(words: list[str]) -> bool:
 
 def is_of_a_harness(words: list[str]) -> bool:
     """What needs packages and data of others: tests/evals/test_harnesses.py types it, with tasks on local data."""
-    return words[:2] == ["posttrain", "harness"]
+    return words[:2] == ["posttrain", "harness"] or "harness:lm-eval" in words
 
 
 MATCHED: list[Callable[[list[str]], bool]] = [
@@ -140,8 +140,9 @@ def run_here(command: Command) -> bool:
     words = command.words
     return (
         words[0] == "posttrain"
-        and words[1] in {*VERBS, "--help"} - {"demo", "serve-model", "chat", "harness"}
+        and words[1] in {*VERBS, "--help"} - {"demo", "serve-model", "chat"}
         and not is_of_a_cluster(words)
+        and not is_of_a_harness(words)
     )
 
 
