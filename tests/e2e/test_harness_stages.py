@@ -80,6 +80,17 @@ def test_a_harness_measures_a_served_model(home: Workbench) -> None:
     assert [row["correct"] for row in rows] == [False, True, True]
     assert found["stages"][0]["tokens"] == sum(map(len, asked)) + sum(one["tokens"] for one in own)
     assert "Q: 2" in (home.root / "runs" / run / "report.html").read_text()
+    assert "serving model model:tiny@1: native engine, float32 on cpu, context 64" in log(home)
+
+
+def test_a_harness_in_half_precision(home: Workbench) -> None:
+    home.run("run", run_file(home, "plain", {"runtime": {"dtype": "bfloat16"}}))
+    assert "native engine, bfloat16 on cpu, context 64" in log(home)
+    outputs = home.root / "runs" / home.run_id() / "bench" / "001" / "outputs"
+    rows = pyarrow.parquet.read_table(outputs / "items.parquet").to_pylist()
+    greedy = ("--text", "--max-new-tokens", "8", "--temperature", "0", "--dtype", "bfloat16", "-o", "json")
+    own = home.run("sample", "model:tiny", *(row["prompt"] for row in rows), *greedy).json["answers"]
+    assert [row["response"] for row in rows] == [one["text"] for one in own]
 
 
 def test_a_harness_that_crashes_is_one_line(home: Workbench) -> None:

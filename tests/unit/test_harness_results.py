@@ -18,7 +18,7 @@ from posttrain.domain.harnesses import PACKAGES, Harness, Task
 from posttrain.domain.jobs import Note
 from posttrain.domain.kinds import RATE, ItemRange
 from posttrain.engine.config import HarnessConfig
-from posttrain.jobs.bodies.harness import unpacked, write_results
+from posttrain.jobs.bodies.harness import _inspect as of_inspect, _lm_eval as of_lm_eval, unpacked, write_results
 from posttrain.jobs.bodies.served import ServedModel
 from posttrain.jobs.entry import Job
 from posttrain.sandbox.program import ProgramError
@@ -206,7 +206,7 @@ def test_grants_are_recorded_first_never_fall_and_stay_in_the_budget() -> None:
     made, records, grants = served(100_000)
     made._take(report(0, 0, 90_000))
     made._take(report(0, 0, 5))  # written before the first grant arrived
-    assert grants == [100_000, 100_000]
+    assert grants == [100_000]
     assert records[0] == (0, 100_000)
     made._take(report(10, 99_000, 2_000))  # answers in progress may spend less than they can
     made.check()
@@ -220,3 +220,36 @@ def test_without_a_budget_everything_is_counted() -> None:
     made, records, grants = served(None)
     made._take(report(10, 20, 0))
     assert (records, grants) == ([(10, 20)], [])
+
+
+def test_every_parameter_is_in_the_command(tmp_path: Path) -> None:
+    def words(program: Any, *more: Any, facts: Harness = FACTS, **params: Any) -> str:
+        return " ".join(program(HarnessConfig(model="base", harness="x", **params), facts, *more))
+
+    server = SimpleNamespace(url="http://127.0.0.1:5", facts={"context": 512})
+    usual = words(of_lm_eval, server, False)
+    assert "--tasks sums " in usual
+    assert "max_length=512,add_bos_token=False,max_gen_toks=256," in usual
+    assert not {"--limit", "--num_fewshot", "--apply_chat_template", "--include_path"} & set(usual.split())
+    told = words(
+        of_lm_eval, server, True, tasks=("all", "all"), limit=7, num_fewshot=0, chat=True, add_bos_token=True,
+        max_length=64, max_new_tokens=9, timeout=30,
+    )  # fmt: skip
+    assert "max_length=64,add_bos_token=True,max_gen_toks=9,max_retries=3,timeout=30 --tasks all " in told
+    assert told.endswith("--include_path {source}/tasks --limit 7 --num_fewshot 0 --apply_chat_template")
+    task, packaged = Task("1", 3, {"match": "letters"}, "a.py@sums"), Task("1", 3, {"match": "letters"}, "own/sums")
+    facts = Harness("inspect", "0.3.285", "", {}, {"sums": task, "own/sums": packaged})
+    for tasks, sources in (
+        ((), "a.py@sums own/sums"), (("own/sums",), "own/sums"), (("a.py",), "a.py@sums"),
+        (("a.py@sums",), "a.py@sums"),
+    ):  # fmt: skip
+        assert f"inspect_ai eval {sources} --model" in words(of_inspect, facts=facts, tasks=tasks)
+    told = words(of_inspect, facts=facts, limit=7, max_new_tokens=9, temperature=0.5)
+    assert told.endswith("--seed 0 --max-tokens 9 --temperature 0.5 --limit 7")
+
+
+def test_a_metric_with_a_filter_can_have_a_range() -> None:
+    name = "sums/rouge1,strip"
+    facts = Harness("lm-eval", "0.4.13", "", {}, {"sums": Task("1", 3, {"rouge1,strip": "mean"})})
+    config = HarnessConfig(model="base", harness="x", ranges={name: (0, 2)})
+    assert facts.metrics((), config.ranges) == {name: ItemRange(0, 2)}

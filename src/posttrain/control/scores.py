@@ -32,6 +32,8 @@ from posttrain.domain.rewards import JUDGES
 T = TypeVar("T")
 _MARGIN = 0.02  # the largest `margin` in a suggested gate; `plan` prints the gate's power on the current items
 JUDGED = ("reward", "sampled_reward")  # metrics of a suite that depend on its reward
+# parameters of a harness that change what the model reads: scores with different ones are not compared
+_PROMPTED = ("num_fewshot", "chat", "add_bos_token", "max_length", "max_new_tokens", "temperature")
 _LIGHT = ("suite", "item_id", "kind", "sample_index", "correct", "truncated", "tokens")
 _TEXTS = ("prompt", "answer", "response", "extracted")
 _REWARD, _COMPONENTS = "reward", "components"  # columns; the second contains JSON
@@ -130,7 +132,8 @@ class Measured:
         suite, _, quantity = metric.partition("/")
         data = self.stage.inputs.get(f"suites.{suite}")
         if HARNESS in self.stage.inputs:
-            return f"{self.stage.inputs[HARNESS].digest} {suite}", quantity
+            how = digest_json({name: self.stage.params[name] for name in _PROMPTED})
+            return f"{self.stage.inputs[HARNESS].digest} {how} {suite}", quantity
         judged = f" {self.judge(suite)}" if quantity in JUDGED else ""
         return (data.digest or data.name if data else suite), f"{quantity}{judged}"
 

@@ -114,7 +114,7 @@ class Harness:
         """
         known: dict[str, Sequence[str]] = {**{name: (name,) for name in self.tasks}, **self.groups}
         for name, task in self.tasks.items():  # as the command line of Inspect names it, or all tasks of a file
-            for word in {task.source, task.source.partition("@")[0]} - {""}:
+            for word in {task.source, task.source.partition("@")[0]} - {"", name}:
                 known[word] = [*known.get(word, ()), name]
         other = next((name for name in tasks if name not in known), None)
         if other is not None:

@@ -171,8 +171,8 @@ class ServedConfig(Frozen):
         odd = next((name for name in foreign if getattr(self, name) != type(self).model_fields[name].default), None)
         if odd is not None:
             raise ValueError(f"{odd} needs {'url' if self.serve else 'serve'}; remove {odd}")
-        if self.url is not None:
-            self.address  # noqa: B018 - refuses a port that is none
+        if self.url is not None and self.address.endswith(":0"):
+            raise ValueError("url must have a port from 1 to 65535, got 0; correct it")
         if self.key is not None and not may_be_secret(self.key):
             raise ValueError(f"key must name a variable that no other program reads, got {self.key}; rename it")
         return self
@@ -181,10 +181,7 @@ class ServedConfig(Frozen):
     def address(self) -> str:
         """Host and port of the URL."""
         parts = urlsplit(str(self.url))
-        port = parts.port if parts.port is not None else {"http": 80, "https": 443}[parts.scheme]
-        if not port:
-            raise ValueError("url must have a port from 1 to 65535, got 0")
-        return f"{parts.hostname}:{port}"
+        return f"{parts.hostname}:{ {'http': 80, 'https': 443}[parts.scheme] if parts.port is None else parts.port }"
 
 
 Models = Annotated[dict[Annotated[str, Field(pattern=ROLE_NAME)], ServedConfig], Field(max_length=8)]

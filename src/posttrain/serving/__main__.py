@@ -77,11 +77,12 @@ async def _serve(request: Mapping[str, Any], lines: IO[str], told: Told) -> None
         loop, ended = asyncio.get_running_loop(), asyncio.Event()
         threading.Thread(target=_hear, args=(lines, loop, spending, ended), daemon=True).start()
         reported = (0, "")
-        while not ended.is_set():
+        over = asyncio.create_task(ended.wait())
+        while not over.done() and not serving.done():
             if reported != (now := (spending.answered, spending.refused)):
                 reported = now
                 spending.short()
-            await asyncio.wait({serving, asyncio.create_task(ended.wait())}, timeout=_REPORTED)
+            await asyncio.wait({serving, over}, timeout=_REPORTED, return_when=asyncio.FIRST_COMPLETED)
         server.should_exit = True
         await serving
         await models.close()

@@ -205,12 +205,12 @@ class HarnessConfig(StageConfig):
     limit: Positive | None = None  # the first documents of each task; None: all
     num_fewshot: Annotated[int, Field(ge=0, le=MOST_ROWS)] | None = None  # examples in a prompt; None: the task's
     chat: bool = False  # lm-eval: render prompts with the model's chat template; Inspect always does
-    add_bos_token: bool = False  # lm-eval: begin each text with the token that begins texts
+    add_bos_token: bool = False  # lm-eval: encode texts with the tokenizer's special tokens
     max_length: Tokens | None = None  # tokens of a prompt with its response; None: the model's context
     max_new_tokens: Tokens = 256  # maximum tokens of a response, if the task has no limit
     temperature: float = Field(default=0.0, ge=0, le=1000)  # Inspect: of its responses; 0: greedy
     # metric → least and greatest value of an item, where the harness declares none
-    ranges: dict[Word, tuple[Worth, Worth]] = Field(default_factory=dict)
+    ranges: dict[Annotated[str, Field(pattern=r"^\S{1,400}$")], tuple[Worth, Worth]] = Field(default_factory=dict)
     timeout: Seconds = 600.0  # maximum seconds between two requests of the harness
     runtime: InferenceRuntimeConfig = InferenceRuntimeConfig()
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 import sys
 import tarfile
 import time
@@ -55,6 +56,7 @@ def body(job: Job) -> JobResult:
     sizes = choose(job, config)
     tell_sizes(job, sizes)
     out = job.folder / "outputs" / HARNESS
+    shutil.rmtree(out, ignore_errors=True)  # of a start of this attempt that its executor repeated
     out.mkdir(parents=True)
     served = ServedModel(job, "model", config.runtime, ("max_length", config.max_length), sizes.load.kv_cache)
     try:
@@ -195,7 +197,7 @@ def _lm_eval(config: HarnessConfig, facts: Harness, served: ServedModel, own_tas
     }
     yield from ("lm_eval", "run", "--model", "local-completions", "--batch_size", str(_TEXTS))
     yield from ("--model_args", ",".join(f"{name}={value}" for name, value in about.items()))
-    yield from ("--tasks", ",".join(config.tasks or facts.tasks))
+    yield from ("--tasks", ",".join(dict.fromkeys(config.tasks or facts.tasks)))
     yield from ("--output_path", "{home}/out", "--log_samples", "--confirm_run_unsafe_code")
     yield from ("--include_path", "{source}/" + TASKS) if own_tasks else ()
     yield from ("--limit", str(config.limit)) if config.limit else ()

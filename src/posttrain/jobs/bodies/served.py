@@ -115,7 +115,7 @@ class ServedModel:
         folder, digest = str(job.input(slot)), job.order.inputs[slot].digest
         chosen = runtime.model_dump(mode="json", include={"device", "dtype", "threads"})
         about = {"name": "model", "digest": digest, "key": self.key, "folder": folder, "runtime": chosen}
-        self._context = context
+        self._slot, self._context = slot, context
         settings = {"context": context[1], "kv_cache": kv_cache, "granted": granted, "threads": runtime.threads}
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._tell({**about, **settings, "asked_by": os.getpid()})
@@ -132,6 +132,8 @@ class ServedModel:
         except BaseException:
             self._end()
             raise
+        about = "{engine} engine, {dtype} on {device}, context {context}".format(**self.facts)
+        print(f"serving {self._slot} {self._job.label(self._slot)}: {about}")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -185,15 +187,14 @@ class ServedModel:
         if limit is None:
             self._record(held + wanted)
             return
-        if (
-            wanted and not held and self.tokens + wanted > limit
-        ):  # else answers in progress may spend less than they can
+        before, over = self._granted, self.tokens + wanted > limit
+        if wanted and over and not held:  # while answers are in progress, they may spend less than they can
             short = tokens_short("the next answer", wanted, self.tokens, limit, self._job.order.tokens_declared)
             self._error = self._error or BudgetExceededError(f"{short}; raise budget.tokens")
         elif wanted:
-            self._granted = max(self._granted, min(limit, self.tokens + held + wanted + _GRANT))
+            self._granted = max(before, min(limit, self.tokens + held + wanted + _GRANT))
         self._record(max(self._granted - self.tokens, 0))
-        if wanted:
+        if self._granted > before:  # the server asks again when an answer ends, so an equal grant would only wake it
             self._tell({"granted": self._granted})
 
     def _record(self, reserved: int) -> None:
