@@ -237,6 +237,8 @@ def test_a_stage_measures_with_lm_eval(bench: Workbench, tmp_path: Path) -> None
     assert metrics["choice/acc"] == pytest.approx(results["choice"]["acc,none"])
     for metric in ("word_perplexity", "bits_per_byte"):
         assert metrics[f"perplexity/{metric}"] == pytest.approx(results["perplexity"][f"{metric},none"], rel=1e-5)
+        assert metrics[f"perplexity/{metric}/numerator"] < 0 < metrics[f"perplexity/{metric}/denominator"]
+    assert "perplexity/word_perplexity" in bench.run("logs", run).out
     texts = pyarrow.parquet.read_table(outputs / "items.parquet").to_pylist()
     drawn = {one["item_id"].split()[1]: one["response"] for one in texts if one["suite"] == "drawn"}
     assert {str(row[0]): row[1][0] for row in found["hf-16"]["items"]["drawn"]} == drawn

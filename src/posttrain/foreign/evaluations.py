@@ -241,7 +241,7 @@ def _lm_eval_answers(task: str, path: Path) -> Iterator[Answered]:
         if isinstance(choices[0], dict):  # settings of a generation
             response, extracted = given[0], str(row["filtered_resps"][0])
         elif choices[0] is not None:
-            response = choices[max(range(len(choices)), key=lambda at: float(given[at][0]))]
+            response = extracted = choices[max(range(len(choices)), key=lambda at: float(given[at][0]))]
             answer = choices[int(answer)] if answer.isdecimal() and int(answer) < len(choices) else answer
         yield Answered(task, item, row["filter"], str(asked[0]["arg_0"]), answer, str(response), extracted)
 

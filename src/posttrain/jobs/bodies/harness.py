@@ -241,8 +241,7 @@ def write_results(job: Job, config: HarnessConfig, facts: Harness, out: Path) ->
         if one.refused and aggregations.get(name) in MEANS:
             raise ProgramError(f"{name}: must have a value for each item, but {one.refused}; see log.txt")
         if one.refused:
-            _tell_refused(job, one)
-            means |= {} if one.value is None or not math.isfinite(one.value) else {name: one.value}
+            means |= _tell_refused(job, one)
             continue
         possible = wanted.get(name)
         if not one.items:
@@ -293,10 +292,17 @@ def _check(one: Measured, possible: ItemRange | None) -> None:
             )
 
 
-def _tell_refused(job: Job, one: Measured) -> None:
+def _tell_refused(job: Job, one: Measured) -> dict[str, float]:
+    """Report a metric that no gate can judge; return its value, numerator and denominator, those that are known."""
     value = "" if one.value is None else f" {one.value:.6g}"
     parts = "" if one.numerator is None else f" ({one.numerator:.6g} over {one.denominator:.6g})"
-    job.sink(Note(f"{one.metric}{value}{parts}: no gate can judge it: {one.refused}", time.time()))
+    line = f"{one.metric}{value}{parts}: no gate can judge it: {one.refused}"
+    print(line)
+    job.sink(Note(line, time.time()))
+    known = {"": one.value, "/numerator": one.numerator, "/denominator": one.denominator}
+    return {
+        f"{one.metric}{end}": number for end, number in known.items() if number is not None and math.isfinite(number)
+    }
 
 
 def _items(

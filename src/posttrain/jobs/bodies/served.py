@@ -64,6 +64,7 @@ def open_models(job: Job, models: Mapping[str, ServedConfig], stack: ExitStack) 
 
         def tell(served: ServedModel = served, slot: str = slot) -> None:
             line = f"{slot}: {job.label(slot)} answered {served.answered} requests with {served.tokens} tokens"
+            print(line)
             job.sink(Note(line, time.time()))
 
         stack.callback(tell)  # after the server has ended
