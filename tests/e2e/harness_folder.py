@@ -50,6 +50,8 @@ if task == "elsewhere":
 if task == "greedy":
     while True:
         ask("Q: 1", 32)
+if task == "plain":
+    print("WARNING [models.api_models:577] Context length (90) > max_length (64). Left truncating context.")
 if task == "large":
     with open(out + "/large", "wb") as file:
         while True:

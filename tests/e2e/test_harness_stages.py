@@ -17,6 +17,7 @@ from workbench import Finished, Workbench
 
 from posttrain.app.workspace import init_workspace
 from posttrain.domain.harnesses import FACTS
+from posttrain.domain.jobs import Note
 from posttrain.engine.config import InitModelConfig
 from posttrain.engine.models.files import character_tokenizer, initial_model
 
@@ -81,6 +82,11 @@ def test_a_harness_measures_a_served_model(home: Workbench) -> None:
     assert found["stages"][0]["tokens"] == sum(map(len, asked)) + sum(one["tokens"] for one in own)
     assert "Q: 2" in (home.root / "runs" / run / "report.html").read_text()
     assert "serving model model:tiny@1: native engine, float32 on cpu, context 64" in log(home)
+    (attempt,) = home.attempts(run, "bench")
+    notes = [fact.message for fact in home.facts(attempt) if isinstance(fact, Note)]
+    assert any(
+        line.startswith("lm-eval cut the beginning of prompts") and "log.txt 1 times" in line for line in notes
+    ), notes
 
 
 def test_a_harness_in_half_precision(home: Workbench) -> None:

@@ -58,7 +58,7 @@ def test_a_model_is_measured_by_a_reward(home: Workbench) -> None:
     assert (cell["difference"], cell["unpaired"]) == (None, "its reward differs from that of A")
     home.run(*asked[:-2], "--reward", "rules.py", "--entry", "digits", "--samples", "2")  # attaches, and reports
     page = (home.root / "runs" / first.json["run"] / "report.html").read_text()
-    assert "40 greedy responses are scored only by the suite's reward" in page
+    assert "40 items are scored only by the suite's reward" in page
     assert "lowest rewards: " in page
 
 

@@ -40,9 +40,9 @@ def test_the_report_shows_what_came_of_the_run(shown: tuple[World, str]) -> None
         "sft: curves", "training loss", "gradient norm, before clipping", "grpo: curves", "mean training reward",
         "entropy per token", "KL to the reference", "held-out accuracy (probe)", "tokens per second", "learning rate",
         "grpo: responses during training", "step 1: 3 of the 3", "step 1500: 3 of the 3", "exact 2", "reward: error",
-        "evaluate: answers to heldout (stage grpo)", "4 of 200 greedy responses are wrong",
+        "evaluate: answers to heldout (stage grpo)", "4 of 200 items are answered wrong",
         "1 greedy response to each item.",
-        "base-eval: answers to heldout", "180 of 200 greedy responses are wrong", "Q: sort 1199", "nothing", "(empty)",
+        "base-eval: answers to heldout", "180 of 200 items are answered wrong", "Q: sort 1199", "nothing", "(empty)",
         "Time, throughput and memory", "rollout 500 ms 63 %", "2200 MiB", "704 MiB", "Hyperparameters",
         "prompts_per_step", "dataset:heldout@1", "Budget", "150,420", "Lineage",
     ):  # fmt: skip
@@ -110,6 +110,6 @@ def test_responses_that_are_gone_are_told_and_the_report_is_written(shown: tuple
     try:
         world.ok("get", good, "--report")
         assert "evaluate: " in text_of(report(world, good)).partition("Scores")[0], "a warning at the top"
-        assert "180 of 200 greedy responses are wrong" in text_of(report(world, good))
+        assert "180 of 200 items are answered wrong" in text_of(report(world, good))
     finally:
         path.write_bytes(kept)

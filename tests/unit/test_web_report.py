@@ -156,7 +156,7 @@ def test_everything_given_appears() -> None:
         "0.312", "[0.290, 0.340]", "before: channel prod", "-0.026", "[-0.040, -0.012]", "clear of 0", "9, 41, 1,184",
         "not paired: other items", "not measured", "sft-eval: blob is gone", "exact limit", "own/0", "probe/accuracy",
         "held-out accuracy (probe)", "least 0, greatest 6", "the response", "exact 1", "reward 0.75",
-        "848 of 1,234 greedy responses are wrong", "nothing", "steps", "15,123", "rollout 150 ms 70 %",
+        "848 of 1,234 items are answered wrong", "nothing", "steps", "15,123", "rollout 150 ms 70 %",
     ):  # fmt: skip
         assert piece in text, piece
 

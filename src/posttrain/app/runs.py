@@ -46,7 +46,12 @@ from posttrain.domain.rewards import AS_FOUND, Called
 from posttrain.domain.runspec import RunSpec, load_run_spec
 from posttrain.domain.trackers import Trackers
 from posttrain.execution.trainers.installed import InstalledTrainer
-from posttrain.preflight.confinement import check_confinement, check_imports, refuse_missing_secrets
+from posttrain.preflight.confinement import (
+    check_confinement,
+    check_imports,
+    check_servers,
+    refuse_missing_secrets,
+)
 from posttrain.preflight.data import check_fit, counter, repeated, seen_in_training, wide_steps
 from posttrain.preflight.locks import read_lock, refuse_lock
 from posttrain.preflight.outlook import look_ahead, refuse_hopeless
@@ -143,7 +148,15 @@ def resolve_spec(spec: RunSpec, workspace: Workspace, source: Path, *, seed: int
         f"sink {name}: {lacks}, so the sink receives nothing; set the variable or file where the run is driven"
         for name, lacks in lacking(workspace)
     )
-    found = (*same, *found, *apart, *_frozen(spec, workspace), *barred, *unheard)
+    found = (
+        *same,
+        *check_servers(planned.manifest, source),
+        *found,
+        *apart,
+        *_frozen(spec, workspace),
+        *barred,
+        *unheard,
+    )
     return replace(planned, warnings=(*planned.warnings, *found), trackers=_trackers(spec, workspace, source))
 
 

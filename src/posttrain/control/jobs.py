@@ -30,6 +30,7 @@ from posttrain.domain.jobspec import RUN, STAGE, WORKSPACE, JobRef, JobSpec, Pod
 from posttrain.domain.kinds import installed_kind
 from posttrain.domain.manifest import KIND, InputRef, Manifest, StageManifest
 from posttrain.domain.records import AttemptRecord
+from posttrain.domain.roles import keys_of_servers
 from posttrain.domain.sinks import RUN_ENVIRONMENT
 from posttrain.execution.environment import normalised, pin, pinned, read_environment
 from posttrain.execution.ports import Executor, Trainer, present_code, trainer_of
@@ -185,9 +186,10 @@ class Jobs:
         return trainer_of(name, self.trainers)
 
 
-def secrets_of_rewards(plan: StageManifest) -> frozenset[str]:
-    """Return the names of the secrets that a stage's rewards get."""
-    return frozenset(str(name) for ref in plan.inputs.values() for name in ref.meta.get("secrets", ()))
+def secrets_of_stage(plan: StageManifest) -> frozenset[str]:
+    """Return the names of the secrets that a stage's rewards get, and of the keys of the servers that it names."""
+    named = (str(name) for ref in plan.inputs.values() for name in ref.meta.get("secrets", ()))
+    return frozenset(named) | keys_of_servers(plan.params)
 
 
 def spec_of(
@@ -210,7 +212,7 @@ def spec_of(
     """
     mailbox, job = jobs.folders.of(attempt).mailbox, jobs.folders.job(attempt)
     compiled, (name, flavour) = trainer.compile(order), jobs.flavour_of(plan)
-    of_rewards, stored = secrets_of_rewards(plan), mailbox.document(REQUEST)
+    named, stored = secrets_of_stage(plan), mailbox.document(REQUEST)
     if stored is None:
         allowed = order.seconds_allowance
         spec = JobSpec(
@@ -218,7 +220,7 @@ def spec_of(
             dict(compiled.environment),
             gang=(flavour.gang(name, compiled.devices, plan.params) if flavour else PodGroup(gpus=compiled.devices),),
             image=order.image or (flavour.image if flavour else None) or "",
-            secrets=(*compiled.secrets, *sorted(of_rewards - set(compiled.secrets))),
+            secrets=(*compiled.secrets, *sorted(named - set(compiled.secrets))),
             max_seconds=None if allowed is None else max(0.0, allowed) + _OVERTIME_SECONDS,
             labels={WORKSPACE: jobs.workspace(), RUN: attempt.run_id, STAGE: attempt.stage},
             epoch=attempt.number,
@@ -235,7 +237,7 @@ def spec_of(
         raise IntegrityError(
             f"{path} cannot be read: {error!r}; it is damaged; posttrain retry writes a new file"
         ) from error
-    other = set(found.secrets) - of_rewards - set(compiled.secrets)
+    other = set(found.secrets) - named - set(compiled.secrets)
     if other:
         raise IntegrityError(
             f"{path} names secrets that its run does not declare: {', '.join(sorted(other))[:200]!a}; another process "

@@ -17,7 +17,7 @@ from typing import Any
 
 from posttrain.control import budgets, jobs as environments
 from posttrain.control.decide import View, hold_back, nodes_to_avoid, phase_seconds, stall_after
-from posttrain.control.jobs import AttemptFolders, Jobs, secrets_of_rewards, spec_of
+from posttrain.control.jobs import AttemptFolders, Jobs, secrets_of_stage, spec_of
 from posttrain.control.stores import Stores
 from posttrain.data.catalog import external_versions, local_copy
 from posttrain.domain.canonical import digest_json
@@ -508,7 +508,7 @@ def _refused_secrets(stores: Stores, jobs: Jobs, view: View) -> Failure | None:
     The secrets are looked up in the driver's current configuration, which may have changed since submission.
     """
     left = [one.name for one in view.stages if not is_final("stage", one.state)]
-    named = sorted({name for one in left for name in secrets_of_rewards(view.manifest.stage(one))})
+    named = sorted({name for one in left for name in secrets_of_stage(view.manifest.stage(one))})
     if not named:
         return None
     project = stores.ledger.project

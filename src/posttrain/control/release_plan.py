@@ -188,7 +188,7 @@ def _judged_metrics(
         if gate.metric not in made:
             raise InputError(
                 f"{source}: gates.{gate.name}.metric: no evaluate stage of the released model measures {gate.metric!r}"
-                f"{nearest(gate.metric, made)}; add a suite, or correct the name"
+                f"{nearest(gate.metric, made)}; add a suite or a task, or correct the name"
             )
         possible = ranges[gate.metric]
         if possible is None:

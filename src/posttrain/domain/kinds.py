@@ -21,7 +21,7 @@ from posttrain.domain.canonical import digest_json
 from posttrain.domain.errors import InputError
 from posttrain.domain.placement import LEAST_STALL, Placement, Pool
 from posttrain.domain.plugins import Plugin, find_plugin, plugin_names
-from posttrain.domain.roles import RoleSpec, role_named, with_models
+from posttrain.domain.roles import RoleSpec, in_pools, role_named
 
 MODEL: Final = "model"  # an output: the last model
 BEST: Final = "best"  # an output: the best model according to the stage's probe
@@ -169,8 +169,8 @@ class Load:
 
     @property
     def pools(self) -> dict[str, Pool]:
-        """The pools of the roles that have a model."""
-        return self.placement.pools(with_models(self.roles))
+        """The pools of the roles that have a model, here or on another server."""
+        return self.placement.pools(in_pools(self.roles))
 
     def decoded(self, ranks: int) -> int:
         """Return how many responses each of `ranks` ranks decodes together: its share of a step, at most `rows`."""

@@ -10,9 +10,9 @@ A phase exists if a role works in it. In the phase `weights`, the rollout receiv
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from posttrain.domain.errors import InputError
 
@@ -27,12 +27,13 @@ class RoleSpec:
     """One role: `RoleSpec("critic", head="value", trained=True, work=("predict", "update"))`."""
 
     name: str
-    model: str = "model"  # the input slot of its initial weights; "": no model, but a reward function
+    model: str = "model"  # the input slot of its initial weights; "": no model, but a reward function or a URL
     head: Head = "language"  # its prediction: next tokens, a value at each token, or one score for a response
     trained: bool = False  # whether its weights change during the stage
     work: tuple[Work, ...] = ("predict",)  # what it does in a step
     base_of: str = ""  # the role whose weights it reads, if both are in one process
     wide: int = 0  # bytes per response token of the predictions that remain on its ranks
+    url: str = ""  # of the server that computes its predictions instead of a model
 
 
 POLICY = RoleSpec("policy", trained=True, work=("update",))
@@ -55,7 +56,7 @@ def role_named(roles: Sequence[RoleSpec], name: str) -> RoleSpec | None:
 
 
 def with_models(roles: Sequence[RoleSpec]) -> tuple[str, ...]:
-    """Return the names of the roles that have a model, and therefore run in pools.
+    """Return the names of the roles that have a model in memory.
 
     Raises:
         InputError: a package's configuration declares a role that is not a `RoleSpec`.
@@ -64,6 +65,24 @@ def with_models(roles: Sequence[RoleSpec]) -> tuple[str, ...]:
     if odd is not None:
         raise InputError(f"roles() must return RoleSpec values, got {odd!r:.60}; write RoleSpec({odd!r:.60})")
     return tuple(role.name for role in roles if role.model)
+
+
+def in_pools(roles: Sequence[RoleSpec]) -> tuple[str, ...]:
+    """Return the names of the roles that run in pools: those with a model, here or on another server."""
+    return tuple(role.name for role in roles if role.model or role.url)
+
+
+def servers_of(params: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """Return field → the server that a stage names there: `{"teacher": {"url": …, "key": "TEACHER_KEY"}}`."""
+    declared = {f"roles.{name}": role.get("model") for name, role in (params.get("roles") or {}).items()}
+    models = {f"models.{name}": one for name, one in (params.get("models") or {}).items()}
+    given = {"teacher": params.get("teacher"), **declared, **models}
+    return {field: one for field, one in given.items() if isinstance(one, Mapping) and one.get("url")}
+
+
+def keys_of_servers(params: Mapping[str, Any]) -> frozenset[str]:
+    """Return the variables with the keys of the servers that a stage names."""
+    return frozenset(str(one["key"]) for one in servers_of(params).values() if one.get("key"))
 
 
 def step_phases(roles: Sequence[RoleSpec]) -> dict[str, tuple[str, ...]]:

@@ -12,12 +12,14 @@ from posttrain.engine.models.files import ModelSource, ScalarSource
 from posttrain.engine.models.language_model import LanguageModel
 from posttrain.engine.models.logprobs import Model
 from posttrain.engine.roles.learner import micro_batch_tokens
+from posttrain.engine.roles.remote import RemoteSource
 from posttrain.engine.roles.training import FrozenWorker, TrainWorker
 from posttrain.engine.rollout.port import RolloutEngine
 from posttrain.engine.rollout.worker import RolloutWorker
 
 PoolOf = Callable[[str], ResourcePool]  # role → the pool that runs it
 Source = ModelSource | ScalarSource | Model
+FrozenSource = Source | RemoteSource
 
 
 def open_learner(config: RowsConfig, model: Source, seed: int, pool_of: PoolOf) -> Roles:
@@ -43,7 +45,7 @@ def open_roles(
     seed: int,
     pool_of: PoolOf,
     *,
-    sources: Mapping[str, Source] = MappingProxyType({}),
+    sources: Mapping[str, FrozenSource] = MappingProxyType({}),
     engine: RolloutEngine | None = None,
     stop: Sequence[str] = (),
 ) -> Roles:
@@ -58,16 +60,16 @@ def open_roles(
         stop: strings that end a response; if any are given, each rollout rank opens the tokenizer.
     """
     learners: dict[str, WorkerGroup[TrainWorker]] = {}
-    policy, *others = (role for role in config.roles() if role.model)
-    opened = {role.name: sources.get(role.name, model) for role in others}
+    policy, *others = (role for role in config.roles() if role.model or role.url)
+    opened: dict[str, FrozenSource] = {role.name: sources.get(role.name, model) for role in others}
     learners["policy"] = _learner(config, policy, model, seed, pool_of, temperature=config.temperature)
-    source = model if isinstance(model, ModelSource) else None
+    folder = model if isinstance(model, ModelSource) else None
     cache = None if config.runtime.kv_cache == "auto" else config.runtime.kv_cache
     home = pool_of("rollout").by_rank()
     rollout = home.start(
         "rollout",
         RolloutWorker,
-        source,
+        folder,
         engine,
         kv_cache=cache,
         reads_text=bool(stop),
@@ -78,10 +80,11 @@ def open_roles(
     frozen: dict[str, WorkerGroup[FrozenWorker]] = {}
     recalled = {role.name: learners["policy"] for role in others if config.recalls(role)}
     for role in others:
-        if role.trained:
-            learners[role.name] = _learner(config, role, opened[role.name], seed, pool_of)
+        source = opened[role.name]
+        if role.trained and not isinstance(source, RemoteSource):
+            learners[role.name] = _learner(config, role, source, seed, pool_of)
         elif role != ROLLOUT and role.name not in recalled:
-            frozen[role.name] = _frozen(config, role, opened[role.name], learners["policy"], pool_of, tokens)
+            frozen[role.name] = _frozen(config, role, source, learners["policy"], pool_of, tokens)
     sleeps = _sleeps(config, pool_of)
     return Roles(learners, frozen, rollout, sleeps=sleeps, micro_batch_tokens=tokens, recalled=recalled)
 
@@ -100,7 +103,7 @@ def _learner(
 def _frozen(
     config: SamplingConfig,
     role: RoleSpec,
-    model: Source,
+    model: FrozenSource,
     policy: WorkerGroup[TrainWorker],
     pool_of: PoolOf,
     tokens: int,
@@ -117,7 +120,7 @@ def _frozen(
             micro_batch_tokens=tokens,
             temperature=config.temperature if role.head == "language" else 1.0,
             vocabulary=policy.one(TrainWorker.vocabulary) if role.wide else None,
-            shard=config.runtime.shard_frozen is True,
+            shard=config.runtime.shard_frozen is True and not role.url,
         )
     )
 

@@ -69,7 +69,8 @@ Extract = Annotated[str, AfterValidator(_readable)]  # a regular expression; gro
 # several rewards of one stage with their weights, as in run.yaml: `reward: {right: 1.0, brief: 0.2}`
 MOST_WEIGHT = 1e6
 MOST_REWARDS = 16  # maximum number of rewards of one stage
-_ALONE, _WEIGHTED = "function-alone", "function-weighted"  # tags of pydantic that do not appear in errors
+# tags of pydantic that do not appear in errors
+_ALONE, _WEIGHTED, _SERVER = "function-alone", "function-weighted", "function-server"
 
 
 def _number(value: Any) -> Any:
@@ -149,16 +150,16 @@ class InferenceRuntimeConfig(Frozen):
 
 
 class ServedConfig(Frozen):
-    """A model that the stage's rewards call in OpenAI's form: `{serve: channel:judge}`, or `{url: https://HOST/v1}`.
+    """A model that answers requests in OpenAI's form: `{serve: channel:judge}`, or `{url: https://HOST/v1}`.
 
-    The code gets the variables POSTTRAIN_NAME_URL, POSTTRAIN_NAME_MODEL and POSTTRAIN_NAME_KEY.
+    A reward's code gets the variables POSTTRAIN_NAME_URL, POSTTRAIN_NAME_MODEL and POSTTRAIN_NAME_KEY.
     """
 
     serve: Word | None = None  # base, a stage, or a ref: the job serves this model as long as it runs
     # of another server, such as that of vLLM or SGLang
     url: Annotated[str, Field(pattern=r"^https?://[A-Za-z0-9][A-Za-z0-9.-]*(:[0-9]{1,5})?(/[\w./-]*)?$")] | None = None
     model: str = Field(default="model", min_length=1, max_length=400)  # with url: its name in requests
-    # with url: the variable of the driver's environment with the key, which only the stage's rewards get
+    # with url: the variable of the driver's environment with the key, which only the model's callers get
     key: Annotated[str, Field(pattern=SECRET)] | None = None
     context: Tokens | None = None  # with serve: maximum tokens of a prompt with its response; None: those of the model
     runtime: InferenceRuntimeConfig = InferenceRuntimeConfig()  # with serve
@@ -182,6 +183,26 @@ class ServedConfig(Frozen):
         """Host and port of the URL."""
         parts = urlsplit(str(self.url))
         return f"{parts.hostname}:{ {'http': 80, 'https': 443}[parts.scheme] if parts.port is None else parts.port }"
+
+
+def _refuse_serve(given: ServedConfig) -> ServedConfig:
+    if given.serve is not None:
+        raise ValueError(f"must be a model, or have a url, got serve; write {given.serve}: the job opens this model")
+    return given
+
+
+def _name_or_server(value: Any) -> Any:
+    if not isinstance(value, str | Mapping | ServedConfig):
+        raise ValueError(f"must be a model, or a map such as {{url: https://HOST/v1, model: NAME}}, got {value!r:.60}")
+    return value
+
+
+# a model of a role: base, a stage, a ref, or a model on another server
+RoleModel = Annotated[
+    Annotated[Word, Tag(_ALONE)] | Annotated[ServedConfig, AfterValidator(_refuse_serve), Tag(_SERVER)],
+    Discriminator(lambda value: _ALONE if isinstance(value, str) else _SERVER),
+    BeforeValidator(_name_or_server),
+]
 
 
 Models = Annotated[dict[Annotated[str, Field(pattern=ROLE_NAME)], ServedConfig], Field(max_length=8)]

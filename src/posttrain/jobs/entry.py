@@ -58,6 +58,7 @@ from posttrain.domain.jobs import (
 )
 from posttrain.domain.manifest import job_identity
 from posttrain.domain.ports import BlobStore, crashpoint
+from posttrain.domain.roles import keys_of_servers
 from posttrain.execution.environment import PACKAGES, pinned
 from posttrain.execution.processes import identity
 from posttrain.sandbox.port import RewardError
@@ -93,7 +94,8 @@ class Job:
     meter: Callable[[int, int], None] = lambda spent, reserved: None  # tokens spent, and the next step's maximum
     deadline: float | None = None  # seconds since the epoch
     begun: float = 0.0  # processor seconds of the process before the order was read
-    secrets: Mapping[str, str] = field(default_factory=dict, repr=False)  # secrets of rewards, not in the environment
+    # secrets of rewards and keys of roles, which are not in the environment
+    secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     def input(self, slot: str) -> Path:
         """Return the local path of an input, fetched and verified.
@@ -165,6 +167,7 @@ def run(attempt_dir: str, body: Body) -> int:
         if not _begins(attempt, order):
             return ANOTHER_RUNS
         named = {name for blob in order.inputs.values() for name in blob.meta.get("secrets", ())}
+        named |= keys_of_servers(order.params)
         secrets = {name: os.environ.pop(name) for name in sorted(named & os.environ.keys())}
         settle_environment(order.params.get("runtime", {}).get("threads", 1))
         crashpoint("job.start")

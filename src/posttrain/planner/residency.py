@@ -247,13 +247,16 @@ class _Pool:
             yield from self._start(active, shapes)
             return
         for role in self.pool.roles:
+            spec = self._load.role(role)
+            found: list[tuple[str, int, bool]] = []
             if role in shapes:
-                found = [*self._persistent(role, shapes[role], active)]
+                found += self._persistent(role, shapes[role], active)
                 found += self._transient(phase, role, shapes[role]) if role in active else []
+            if role in shapes or (spec and spec.url):
                 found.append(("rows", self._rows(phase, role), True))
-                for part, size, estimated in found:
-                    if size:
-                        yield Held(phase, self.pool.name, role, part, size, estimated)
+            for part, size, estimated in found:
+                if size:
+                    yield Held(phase, self.pool.name, role, part, size, estimated)
 
     def _start(self, sharded: Collection[str], shapes: Mapping[str, Shape]) -> Iterator[Held]:
         """Yield the memory that is held while the sharded role opens that leaves the least room.

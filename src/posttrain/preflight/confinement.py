@@ -1,4 +1,6 @@
-"""Checks of rewards before a run: their confinement on this machine, imports in their cells, and their parameters.
+"""Checks of rewards, and of models on other servers, before a run.
+
+Rewards are checked for their confinement on this machine, imports in their cells, and their parameters.
 
 Workers in other processes test whether the machine confines rewards, and whether the rewards and dataflows of a run can
 be imported in their cells. The workspace caches the confinement result until the next boot, and import results for the
@@ -18,6 +20,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from posttrain.control.plan import Planned
 from posttrain.data.assets import reward_signature
@@ -37,6 +40,7 @@ from posttrain.domain.rewards import (
     refuse_missing,
     refuse_nameless,
 )
+from posttrain.domain.roles import servers_of
 from posttrain.domain.runspec import may_be_secret
 from posttrain.events.ports import SECRETS, secrets_of
 from posttrain.store.atomic import make_folder, read_json, write_json
@@ -205,34 +209,50 @@ def _answer(words: list[str], given: str, seconds: float) -> Any:
         ) from error
 
 
-def refuse_missing_secrets(workspace: OpenWorkspace, manifest: Manifest, source: Path) -> None:
-    """Reject a reward with a secret that is not set here, or that a server does not assign to the run's project.
+def check_servers(manifest: Manifest, source: Path) -> Iterator[str]:
+    """Yield a warning for each model on another server, which no manifest can pin.
 
     Raises:
-        InputError: a reward has such a secret.
+        InputError: a job in an image would need the server.
     """
-    project = workspace.ledger.project
     for stage in manifest.stages:
-        for ref in stage.inputs.values():
-            for name in ref.meta.get("secrets", ()):
-                where = f"{source}: stages.{stage.name}: {ref.name}"
-                if not may_be_secret(name):  # possible only in an edited lock
-                    raise InputError(
-                        f"{where}: secrets: {name}: other programs or stores read this variable; use another name, "
-                        "such as JUDGE_KEY"
-                    )
-                if is_confined() and name not in secrets_of(project):
-                    raise InputError(
-                        f"{where}: secrets: {name}: the server's {SECRETS} must contain {project}/{name}; ask the "
-                        "server's operator"
-                    )
-                if manifest.image_of(stage):
-                    raise InputError(
-                        f"{where}: secrets: {name}: a reward in an image gets no secrets; remove the field image or "
-                        "the secret"
-                    )
-                if fault := secret_fault(name):
-                    raise InputError(f"{where}: {fault}")
+        for field, one in servers_of(stage.params).items():
+            if manifest.image_of(stage):
+                raise InputError(
+                    f"{source}: stages.{stage.name}.{field}: a job in an image has no network, so it cannot reach "
+                    f"{one['url']}; remove the field image, or name a model of this project"
+                )
+            yield (
+                f"{stage.name}: {field} is the model {one['model']} at {one['url']}; the manifest does not pin it, so "
+                "a repeated run may have another result"
+            )
+            where = urlsplit(one["url"])
+            if one.get("key") and where.scheme == "http" and where.hostname not in ("localhost", "127.0.0.1"):
+                yield f"{stage.name}: {field}: {one['key']} is sent unencrypted to {one['url']}; use https"
+
+
+def refuse_missing_secrets(workspace: OpenWorkspace, manifest: Manifest, source: Path) -> None:
+    """Reject a reward's secret or a server's key that is not set here, or that is not assigned to the run's project.
+
+    Raises:
+        InputError: a reward has such a secret, or a stage names a server with such a key.
+    """
+    for stage in manifest.stages:
+        named = [(ref.name, name) for ref in stage.inputs.values() for name in ref.meta.get("secrets", ())]
+        named += [(field, one["key"]) for field, one in servers_of(stage.params).items() if one.get("key")]
+        for owner, name in named:
+            if fault := _secret_fault(workspace.ledger.project, name, boxed=manifest.image_of(stage) is not None):
+                raise InputError(f"{source}: stages.{stage.name}: {owner}: {fault}")
+
+
+def _secret_fault(project: str, name: str, *, boxed: bool) -> str:
+    if not may_be_secret(name):  # possible only in an edited lock
+        return f"secrets: {name}: other programs or stores read this variable; use another name, such as JUDGE_KEY"
+    if is_confined() and name not in secrets_of(project):
+        return f"secrets: {name}: the server's {SECRETS} must contain {project}/{name}; ask the server's operator"
+    if boxed:
+        return f"secrets: {name}: a job in an image gets no secrets; remove the field image or the secret"
+    return secret_fault(name)
 
 
 @dataclass(frozen=True, slots=True)

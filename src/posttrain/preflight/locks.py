@@ -18,7 +18,7 @@ from posttrain.domain.manifest import Manifest, StageManifest, manifest_from_jso
 from posttrain.domain.validation import explain
 from posttrain.domain.waits import wait_contract
 from posttrain.execution.ports import called, present_code
-from posttrain.preflight.confinement import refuse_missing_secrets
+from posttrain.preflight.confinement import check_servers, refuse_missing_secrets
 from posttrain.preflight.data import located
 from posttrain.preflight.outlook import look_ahead, refuse_hopeless
 from posttrain.preflight.placements import (
@@ -158,5 +158,6 @@ def _check_lock(manifest: Manifest, path: Path, workspace: OpenWorkspace) -> dic
     loads = {name: contract.load for name, contract in contracts.items() if contract.load}
     refuse_judges_without_scores(manifest, workspace, path)
     tuple(check_teachers(manifest, workspace, path))  # the warnings were reported at locking
+    tuple(check_servers(manifest, path))
     refuse_infeasible(manifest, loads, workspace, path)
     return contracts

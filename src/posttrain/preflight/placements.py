@@ -28,7 +28,7 @@ from posttrain.domain.jobspec import allows
 from posttrain.domain.kinds import OWN, Driver, Load, kind_of
 from posttrain.domain.manifest import InputRef, Manifest, StageManifest
 from posttrain.domain.rendering import CONFIG, is_classifier
-from posttrain.domain.roles import DECLARED, ROLLOUT, RoleSpec
+from posttrain.domain.roles import DECLARED, ROLLOUT, RoleSpec, servers_of
 from posttrain.domain.runspec import RunSpec
 from posttrain.engine.settings import AdapterConfig
 from posttrain.execution.executors.local.executor import LocalExecutor
@@ -492,13 +492,14 @@ def check_teachers(
     """
     for stage in manifest.stages:
         for slot in (_SLOT, *_declared(stage, "language", "value", "score")):
-            if slot not in stage.inputs:
+            if slot not in stage.inputs and slot not in servers_of(stage.params):
                 continue
             asked = _Asked(manifest, stage, slot, workspace, source, model)
-            scoring = "" if slot in _declared(stage, "value", "score") else asked.scores()
-            if fault := scoring or asked.speaks_otherwise() or asked.has_fewer():
+            here = slot in stage.inputs
+            scoring = "" if slot in _declared(stage, "value", "score") or not here else asked.scores()
+            if fault := scoring or (here and asked.speaks_otherwise()) or asked.has_fewer():
                 raise InputError(f"{source}: stages.{stage.name}.{fault}")
-            yield from asked.is_the_student()
+            yield from asked.is_the_student() if here else ()
 
 
 class _Asked:
@@ -514,7 +515,8 @@ class _Asked:
         model: str | None,
     ) -> None:
         self._manifest, self._stage, self._slot, self._workspace = manifest, stage, slot, workspace
-        self._source, self._model, self._name = source, model, stage.inputs[slot].name
+        self._source, self._model = source, model
+        self._name = stage.inputs[slot].name if slot in stage.inputs else ""  # on another server
 
     def scores(self) -> str:
         """Return the fault of a teacher that scores responses instead of generating text; "" if there is no fault."""
@@ -541,7 +543,8 @@ class _Asked:
     def has_fewer(self) -> str:
         """Return the fault if a vocabulary has fewer than `top_k` tokens; "" if there are enough tokens."""
         asked = self._stage.params.get("top_k")
-        sizes = [size for slot in ("model", self._slot) if (size := self._size(slot))]
+        slots = [slot for slot in ("model", self._slot) if slot in self._stage.inputs]
+        sizes = [size for slot in slots if (size := self._size(slot))]
         if not isinstance(asked, int) or not sizes or asked <= min(sizes):
             return ""
         return f"top_k: must be at most {min(sizes)}, the size of the vocabulary, got {asked}; lower it"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 from posttrain.domain.errors import InputError
@@ -138,12 +139,12 @@ async def _add_logprobs(asked: Asked, served: Served, begun: Sequence[Choice]) -
 
 def _split(asked: Asked, one: Choice, scored: Scored) -> None:
     """Divide the scores of a text between prompt and response."""
-    following = [*one.prompt[1:], *one.tokens]
+    following, begin = [*one.prompt[1:], *one.tokens], len(one.prompt) - 1
+    widths = [asked.prompt_top or 0] * begin + [asked.top or 0] * len(one.tokens)
     tops: list[Mapping[int, float]] = [
-        {**top, token: value} if token not in top else top
-        for top, token, value in zip(scored.tops(), following, scored.logprobs, strict=True)
+        {**dict(islice(top.items(), width)), token: value}
+        for top, width, token, value in zip(scored.tops(), widths, following, scored.logprobs, strict=True)
     ]
-    begin = len(one.prompt) - 1
     one.before, one.before_tops, one.tops = scored.logprobs[:begin], tops[:begin], tops[begin:]
     if asked.form != "tokens" or asked.sampling["greedy"]:
         one.logprobs = scored.logprobs[begin:]

@@ -21,6 +21,7 @@ from posttrain.serving.texts import Texts
 
 MOST_CHOICES = 1024  # responses of one request
 MOST_TOP = 20  # likeliest tokens at each place
+MOST_PROMPT_TOP = 128  # the same of prompts, which a teacher of distillation needs
 _USUAL_TOKENS = 16  # of a completion without `max_tokens`, as at OpenAI
 # fields that are not implemented, with the values that change nothing
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
@@ -67,6 +68,7 @@ class CompletionRequest(_Request):
     prompt: Any  # text, texts, token ids, or lists of them: see `_prompts`
     max_tokens: Count | None = _USUAL_TOKENS
     logprobs: Annotated[int, Field(ge=0, le=MOST_TOP)] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MOST_PROMPT_TOP)] | None = None
     echo: bool = False
     add_special_tokens: bool = True
 
@@ -89,7 +91,7 @@ class SamplingRequest(_Request):
 
     max_tokens: Annotated[int, Field(ge=1, le=10**9)] | None = _USUAL_TOKENS
     logprobs: Annotated[int, Field(ge=0, le=MOST_TOP)] | None = None
-    prompt_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP)] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MOST_PROMPT_TOP)] | None = None
 
 
 class TokensRequest(BaseModel):
@@ -198,12 +200,15 @@ def asked_completion(body: Mapping[str, Any], name: str, seed: int, texts: Texts
         seed: of the sampling, if the request has none.
     """
     asked = _parsed(CompletionRequest, body)
+    if asked.prompt_logprobs is not None and (asked.echo or asked.stream):
+        raise InputError("prompt_logprobs: needs echo: false and stream: false; leave one of them out")
     encoded = tuple(_tokens_of(one, texts, asked.add_special_tokens) for one in _prompts(asked.prompt))
     scored = asked.echo and asked.logprobs is not None
     return Asked(
         "completion", name, asked.model, encoded, asked.n, asked.max_tokens,
         _sampling(asked, seed, ignore_eos=scored),
-        asked.logprobs, asked.logprobs if scored else None, asked.echo, asked.stream, _usage(asked.stream_options),
+        asked.logprobs, asked.logprobs if scored else asked.prompt_logprobs, asked.echo, asked.stream,
+        _usage(asked.stream_options),
         asked.skip_special_tokens, asked.return_token_ids,
     )  # fmt: skip
 
@@ -348,7 +353,7 @@ def _completion(asked: Asked, one: Choice, texts: Texts, chunk: bool, first: boo
             "top_logprobs": [top and {texts.name(token): value for token, value in top.items()} for top in tops],
             "text_offset": [begin + place for place in texts.lengths(tokens, skip_special=asked.skip_special)],
         }
-    return found
+    return found | (_prompt_logprobs(asked, one) if first and not asked.echo else {})
 
 
 def _chat(asked: Asked, one: Choice, texts: Texts, chunk: bool, first: bool) -> dict[str, Any]:
@@ -366,9 +371,15 @@ def _tokens(asked: Asked, one: Choice, texts: Texts, chunk: bool, first: bool) -
     found: dict[str, Any] = {"index": one.index, "finish_reason": one.reason, "logprobs": None}
     if asked.top is not None:
         found["logprobs"] = {"content": _named(asked, one, texts)}
-    if asked.prompt_top is not None and first:
-        found["prompt_logprobs"] = [None, *({str(t): v for t, v in top.items()} for top in one.before_tops)]
-    return found
+    return found | (_prompt_logprobs(asked, one) if first else {})
+
+
+def _prompt_logprobs(asked: Asked, one: Choice) -> dict[str, Any]:
+    """Return token id → log-probability at each place of the prompt but the first, in the form of vLLM."""
+    if asked.prompt_top is None:
+        return {}
+    tops = ({str(token): {"logprob": value} for token, value in top.items()} for top in one.before_tops)
+    return {"prompt_logprobs": [None, *tops]}
 
 
 def _named(asked: Asked, one: Choice, texts: Texts) -> list[dict[str, Any]]:

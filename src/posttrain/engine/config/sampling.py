@@ -25,13 +25,14 @@ from posttrain.engine.settings import (
     PolicyGradientOptimizerConfig,
     ProbeConfig,
     Reward,
+    RoleModel,
     RolloutConfig,
     Rows,
     Seconds,
+    ServedConfig,
     Stop,
     Temperature,
     Tokens,
-    Word,
     served_slots,
 )
 
@@ -101,6 +102,15 @@ class SamplingConfig(TrainingConfig):
         if self.models and not self.functions:
             raise ValueError(
                 f"models.{next(iter(self.models))} needs a reward function that calls it, got none; add one"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _servers_use_temperature_1(self) -> Self:
+        if self.remote and self.temperature != 1:
+            raise ValueError(
+                f"temperature must be 1 with {next(iter(self.remote))} at a url, whose server computes "
+                f"log-probabilities at 1, got {self.temperature:g}; set temperature: 1, or name a model of this project"
             )
         return self
 
@@ -253,9 +263,18 @@ class SamplingConfig(TrainingConfig):
         each = self.max_new_tokens + self.observed_most
         return sum(turn * each - self.observed_most for turn in range(1, self.turns_most))
 
+    @property
+    def remote(self) -> dict[str, ServedConfig]:
+        """The roles whose models are on other servers."""
+        return {}
+
     def roles(self) -> tuple[RoleSpec, ...]:
         """Return the policy, the rollout, and the reward if there is one."""
         return (POLICY, ROLLOUT, *([REWARD] if self.functions else []))
+
+    def _placed(self, role: RoleSpec) -> RoleSpec:
+        given = self.remote.get(role.name)
+        return replace(role, model="", url=str(given.url)) if given else role
 
 
 class TurnsConfig(SamplingConfig):
@@ -299,7 +318,7 @@ class TurnsConfig(SamplingConfig):
 class RoleConfig(Frozen):
     """A further role of a dataflow: a model that predicts, scores responses, or learns."""
 
-    model: Word | None = None  # its initial model; None: the stage's
+    model: RoleModel | None = None  # its initial model, or a model on another server; None: the stage's
     head: Literal["language", "value", "score"] = "language"  # what it predicts: tokens, values of tokens, or one score
     trained: bool = False  # whether the dataflow's updates train it
     optimizer: PolicyGradientOptimizerConfig | None = None  # of a trained role; None: the stage's
@@ -312,6 +331,8 @@ class RoleConfig(Frozen):
             raise ValueError("a role with head: score cannot be trained here; train it in a reward_model stage")
         if self.optimizer and not self.trained:
             raise ValueError("optimizer needs trained: true, got a frozen role; remove optimizer")
+        if isinstance(self.model, ServedConfig) and (self.trained or self.head != "language"):
+            raise ValueError("a role with a url needs head: language and trained: false; name a model of this project")
         return self
 
     def spec(self, name: str) -> RoleSpec:
@@ -343,8 +364,14 @@ class DataflowConfig(TurnsConfig):
 
     def inputs(self) -> dict[str, tuple[str, str]]:
         """Return a map from slot to (asset kind, the ref written in run.yaml)."""
-        own = {f"{DECLARED}{name}": ("model", role.model) for name, role in self.declared.items() if role.model}
+        named = {name: role.model for name, role in self.declared.items() if isinstance(role.model, str)}
+        own = {f"{DECLARED}{name}": ("model", model) for name, model in named.items()}
         return super().inputs() | {"recipe": ("recipe", self.recipe)} | own
+
+    @property
+    def remote(self) -> dict[str, ServedConfig]:
+        """The declared roles that are on other servers."""
+        return {name: role.model for name, role in self.declared.items() if isinstance(role.model, ServedConfig)}
 
     @model_validator(mode="after")
     def _terms_score(self) -> Self:
@@ -372,7 +399,7 @@ class DataflowConfig(TurnsConfig):
     def roles(self) -> tuple[RoleSpec, ...]:
         """Return the roles of `SamplingConfig`, and the declared roles."""
         policy, *others = super().roles()
-        return (policy, *(role.spec(name) for name, role in self.declared.items()), *others)
+        return (policy, *(self._placed(role.spec(name)) for name, role in self.declared.items()), *others)
 
     @property
     def reward_models(self) -> tuple[str, ...]:
@@ -392,7 +419,8 @@ class DistillConfig(SamplingConfig):
     """
 
     group_size: Annotated[int, Field(ge=1, le=MOST_ROWS)] = 1  # samples per prompt; not compared with each other
-    teacher: Word  # the frozen model to learn from; it must have the student's tokenizer
+    # the frozen model to learn from; it must have the student's tokenizer
+    teacher: RoleModel
     # number of the teacher's likeliest tokens at every position; all other tokens count as one outcome. 64 tokens
     # account for nearly all of the probability mass, and take 512 bytes for each response token
     top_k: Annotated[int, Field(ge=1, le=10**6)] = 64
@@ -415,9 +443,14 @@ class DistillConfig(SamplingConfig):
 
     def inputs(self) -> dict[str, tuple[str, str]]:
         """Return a map from slot to (asset kind, the ref written in run.yaml)."""
-        return super().inputs() | {"teacher": ("model", self.teacher)}
+        return super().inputs() | ({"teacher": ("model", self.teacher)} if isinstance(self.teacher, str) else {})
+
+    @property
+    def remote(self) -> dict[str, ServedConfig]:
+        """The teacher, if it is on another server."""
+        return {"teacher": self.teacher} if isinstance(self.teacher, ServedConfig) else {}
 
     def roles(self) -> tuple[RoleSpec, ...]:
         """Return the roles of `SamplingConfig` and a teacher; a token's id and log-probability take four bytes each."""
         policy, *others = super().roles()
-        return (policy, replace(TEACHER, wide=8 * self.top_k), *others)
+        return (policy, self._placed(replace(TEACHER, wide=8 * self.top_k)), *others)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import BeforeValidator, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from posttrain.domain.engines import ROLLOUT_ENGINE
 from posttrain.domain.errors import InputError
@@ -201,7 +201,8 @@ class HarnessConfig(StageConfig):
 
     model: Word
     harness: Word  # its asset: harness:NAME@VERSION, or the name alone
-    tasks: tuple[Word, ...] = ()  # tasks or groups; (): all tasks for which the harness was fetched
+    # tasks or groups; (): all tasks for which the harness was fetched
+    tasks: Annotated[tuple[Word, ...], BeforeValidator(lambda given: [given] if isinstance(given, str) else given)] = ()
     limit: Positive | None = None  # the first documents of each task; None: all
     num_fewshot: Annotated[int, Field(ge=0, le=MOST_ROWS)] | None = None  # examples in a prompt; None: the task's
     chat: bool = False  # lm-eval: render prompts with the model's chat template; Inspect always does

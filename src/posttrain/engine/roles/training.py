@@ -39,6 +39,7 @@ from posttrain.engine.models.sharding import (
 )
 from posttrain.engine.roles.learner import Learner
 from posttrain.engine.roles.port import Division, TrainEngine, Update
+from posttrain.engine.roles.remote import RemoteModel, RemoteSource
 from posttrain.engine.settings import OptimizerConfig, RuntimeConfig
 from posttrain.engine.weights.checkpoint import read_role
 from posttrain.engine.weights.stream import Attestation, Bucket, WeightSource, carried
@@ -320,6 +321,8 @@ class TrainWorker:
 class FrozenWorker:
     """One rank of a frozen role: a whole model with separate storage, which sleeps between phases, or a sharded model.
 
+    The model may also be on another server (`RemoteModel`), and then takes no memory here.
+
     A sleeping model on a GPU moves to the host's memory. On the CPU, a model from a folder is dropped, and read again
     when needed (its pages are in the file cache); a model that cannot be read again stays in memory.
 
@@ -328,7 +331,7 @@ class FrozenWorker:
 
     Args:
         context: the rank's context.
-        model: a folder, or, in the controller's process, a model, which is copied before it changes.
+        model: a folder, an address, or, in the controller's process, a model, which is copied before it changes.
         name: the role, for the provenance of the columns that it fills: reference, reward_model, teacher.
         temperature: the sampling temperature at which log-probabilities are computed.
         micro_batch_tokens: maximum tokens per forward pass.
@@ -342,7 +345,7 @@ class FrozenWorker:
     def __init__(
         self,
         context: RankContext,
-        model: ModelSource | ScalarSource | Model,
+        model: ModelSource | ScalarSource | Model | RemoteSource,
         *,
         name: str = "reference",
         temperature: float = 1.0,
@@ -355,15 +358,20 @@ class FrozenWorker:
             context.need_collectives(name)
         self._source, self._device, self._rank = model, torch.device(context.device), context.rank
         self._role, self._temperature, self._micro_batch_tokens = name, temperature, micro_batch_tokens
-        self._model: Model | None = self._open()
-        self._predicts = predictable(self._model)  # available while the model sleeps
+        self._remote: RemoteModel | None = model.open() if isinstance(model, RemoteSource) else None
+        self._model: Model | None = None if self._remote else self._open()
+        # available while the model sleeps
+        self._predicts = predictable(self._model) if self._model else frozenset[Need]({"logprobs"})
         self._sharding: Sharding | None = None
-        if self._sharded:
+        if self._sharded and self._model:
             self._sharding = FullySharded(self._model.module, context.device)
 
     @torch.no_grad()
     def fill(self, batch: TokenBatch, column: str, need: Need) -> TokenBatch:
         """Return the batch with a column of the model's predictions. An empty batch needs no computation."""
+        if self._remote:
+            logprobs = self._remote.logprobs(batch).to(batch.device)
+            return with_prediction(batch, column, need, logprobs).seen_by(self._role, self._rank)
         model = self._awake()
 
         def forward(micro: TokenBatch) -> dict[str, Tensor]:
@@ -385,6 +393,8 @@ class FrozenWorker:
         Raises:
             InputError: the model is not a language model, or its vocabulary has fewer than `width` tokens.
         """
+        if self._remote:
+            return self._remote.hold(batch, width, self._vocabulary)
         model = self._awake()
         counts = batch.response_lengths.tolist()
         starts, held = [0, *accumulate(counts)], TopK.empty(sum(counts), width)
@@ -424,11 +434,11 @@ class FrozenWorker:
 
     def context_length(self) -> int:
         """Return the maximum number of tokens in a prompt with its response."""
-        return self._awake().context_length
+        return self._remote.context_length if self._remote else self._awake().context_length
 
     def fallbacks(self) -> dict[str, str]:
         """See `Backbone.fallbacks`."""
-        return self._awake().fallbacks()
+        return {} if self._remote else self._awake().fallbacks()
 
     def sleep(self) -> int:
         """Free the device's memory until the next call; return the bytes that stay resident. Shards stay."""
@@ -457,6 +467,7 @@ class FrozenWorker:
 
     def _open(self) -> Model:
         source = self._source
+        assert not isinstance(source, RemoteSource), "predictions of a server need no model here"
         if isinstance(source, ModelSource | ScalarSource):
             model = source.open(str(self._device))
             model.module.requires_grad_(False)

@@ -65,7 +65,8 @@ def body(job: Job) -> JobResult:
             job.tell_start()
             program = _program(config, facts, served, folder, packages, model)
             watch = _Watch(job, config, facts, served)
-            for note in _ran(program, out, watch, job, served):
+            job.sink(Note(f"starting {facts.program}; it loads its tasks, which may take a minute", time.time()))
+            for note in (*_ran(program, out, watch, job, served), *_truncated(job)):
                 job.sink(Note(note, time.time(), "warning"))
             means = write_results(job, config, facts, out)
             watch.tell(watch.total)
@@ -92,6 +93,17 @@ def _ran(program: Program, out: Path, watch: _Watch, job: Job, served: ServedMod
         raise ProgramError(f"{error}{refused}") from error
     finally:
         served.check()
+
+
+def _truncated(job: Job) -> Iterator[str]:
+    """Yield a warning if lm-eval cut prompts, which only its output reports."""
+    sys.stdout.flush()
+    count = job.attempt.log.read_text(errors="replace").lower().count("left truncat") if job.attempt.log.exists() else 0
+    if count:
+        yield (
+            f"lm-eval cut the beginning of prompts that exceed the context, and measured the rest (reported in log.txt "
+            f"{count} times); raise max_length, or lower max_new_tokens"
+        )
 
 
 class _Watch:

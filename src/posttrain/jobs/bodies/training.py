@@ -30,8 +30,8 @@ from posttrain.domain.errors import InputError
 from posttrain.domain.jobs import GANG, JobResult, Metric, Note, Output, Progress
 from posttrain.domain.rendering import check_labels, labels_of
 from posttrain.domain.rewards import reward_slots
-from posttrain.domain.roles import ROLLOUT, RoleSpec, with_models
-from posttrain.engine.assembly import PoolOf, open_learner, open_roles
+from posttrain.domain.roles import ROLLOUT, RoleSpec, in_pools
+from posttrain.engine.assembly import FrozenSource, PoolOf, open_learner, open_roles
 from posttrain.engine.batch import Document
 from posttrain.engine.config import (
     EvaluateConfig,
@@ -69,6 +69,7 @@ from posttrain.engine.models.files import (
 from posttrain.engine.models.language_model import adopt_module
 from posttrain.engine.recipes.algorithm import RolloutAlgorithm, RowAlgorithm
 from posttrain.engine.recipes.dataflow import algorithm_of
+from posttrain.engine.roles.remote import RemoteSource
 from posttrain.engine.roles.training import FrozenWorker, TrainWorker
 from posttrain.engine.samples import Prompt
 from posttrain.engine.scores import (
@@ -80,7 +81,7 @@ from posttrain.engine.scores import (
     TextEnvironment,
     response_text,
 )
-from posttrain.engine.settings import InferenceRuntimeConfig
+from posttrain.engine.settings import InferenceRuntimeConfig, ServedConfig
 from posttrain.engine.weights.checkpoint import BestModel
 from posttrain.execution.machine import room_of, this_machine
 from posttrain.jobs.bodies.rewards import open_observer, open_rewards, recipe_of
@@ -93,6 +94,7 @@ from posttrain.planner.sizes import Room, Settled, settle
 from posttrain.store.mailbox import ControlKind
 from posttrain.store.trees import materialise
 
+_COMPARED_TEXTS, _COMPARED = 8, 400  # prompts by which tokenizers of other servers are compared; characters of each
 _GANG_SECONDS = 300.0  # for the nodes of a gang to join their cluster
 
 
@@ -118,7 +120,7 @@ def open_pools(config: TrainingConfig, recorder: Recorder, costs: CostModel = TO
         InfrastructureError: no cluster could be reached or started.
     """
     device = settled_device(config.runtime)
-    pools = config.placement.pools(with_models(config.opened())).values()
+    pools = config.placement.pools(in_pools(config.opened())).values()
     alone = len(pools) == 1 and all(pool.resources.rank_count == 1 for pool in pools)
     if alone and not config.runtime.ray_address:
         with ResourcePool(InlineBackend(device=device), recorder, costs=costs, deadlines=_deadlines(config)) as pool:
@@ -133,7 +135,7 @@ def _open_cluster_pools(
 ) -> dict[str, ResourcePool]:
     """Return each role's pool of Ray processes. All pools are checked with the cluster before any pool is created."""
     gang = os.environ.get(GANG)  # set on nodes of a flavour, which are all of the requested kind
-    roles, address = with_models(config.opened()), config.runtime.ray_address or gang or None
+    roles, address = in_pools(config.opened()), config.runtime.ray_address or gang or None
     elsewhere = gang is None or config.runtime.ray_address is not None
     placement = config.placement if elsewhere else config.placement.of_any_kind()
     pools = placement.pools(roles)
@@ -378,7 +380,9 @@ def _on_policy(
             _check_judge(job.input("model"), job.input(role.model), job.label(role.model))
         elif role.model != "model":
             _check_teacher(job.input("model"), job.input(role.model), job.label(role.model), role)
-    sources = {role.name: _source(job, config, role) for role in own}
+    sources: dict[str, FrozenSource] = {role.name: _source(job, config, role) for role in own}
+    remote = {name: _remote(job, name, one) for name, one in config.remote.items()}
+    sources |= remote
     model, stop = cast(ModelSource, sources[own[0].name]), (*config.stop, *algorithm.source.stop)
     roles = open_roles(config, model, job.order.seed, pool_of, sources=sources, stop=stop)
     context = roles.made.one(TrainWorker.context_length)
@@ -386,6 +390,10 @@ def _on_policy(
     others += [one.one(TrainWorker.context_length) for one in roles.learners.values()]
     context = min([context, *others])
     train = _prompts(job, "data", tokenizer, context, config.response_tokens, None)
+    for one in remote.values():
+        one.open().refuse_other_tokens(
+            tokenizer.encode, (prompt.text[:_COMPARED] for prompt in train[:_COMPARED_TEXTS])
+        )
     scorer = _scorer(job, config, roles, tokenizer, train, stack, placed=algorithm.reads_token_scores)
     _tell_unused(job, config, algorithm)
     recipe = OnPolicy(
@@ -395,6 +403,17 @@ def _on_policy(
         environment=_environment(job, config, algorithm, tokenizer, stack),
     )
     return _trained(recipe, config, tokenizer)
+
+
+def _remote(job: Job, role: str, given: ServedConfig) -> RemoteSource:
+    """Return the address of a role's model, with the key from the job's environment.
+
+    Raises:
+        InputError: the environment has no such key.
+    """
+    if given.key is not None and given.key not in job.secrets:
+        raise InputError(f"{role}.key: the job's environment has no {given.key}; export it where the run is driven")
+    return RemoteSource(role, str(given.url), given.model, job.secrets[given.key] if given.key else "")
 
 
 def _tell_unused(job: Job, config: SamplingConfig, algorithm: RolloutAlgorithm) -> None:

@@ -1,0 +1,260 @@
+"""A role on another server: what it predicts equals the model's own predictions, and wrong answers are refused."""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+import torch
+from test_engine_distill import TEACHER, config, recipe
+from test_engine_recipes import TOKENIZER, quiet
+
+from posttrain.domain.errors import InfrastructureError, InputError
+from posttrain.engine.batch import Document, TokenBatch
+from posttrain.engine.groups.port import RankContext
+from posttrain.engine.models.language_model import LanguageModel
+from posttrain.engine.models.logprobs import predict
+from posttrain.engine.roles.remote import RemoteSource
+from posttrain.engine.roles.training import FrozenWorker
+from posttrain.engine.rollout.prompt_logprobs import prompt_logprobs
+
+Answer = Callable[[str, dict[str, Any]], tuple[int, Any]]
+DOCUMENTS = [
+    Document((1, 7, 8), (9, 10, 2)),
+    Document((1, 9), ()),
+    Document((1, 7, 9, 8), (9, 8, 7, 7, 11), sampled=(True, True, False, False, True)),  # two turns
+    Document((1,), (12,)),
+]
+
+
+class StandIn:
+    """A server with the model `big`, in the form of vLLM or of SGLang."""
+
+    def __init__(self, model: LanguageModel, owner: str) -> None:
+        self._model, self._owner = model, owner
+        self.asked: list[tuple[str, dict[str, Any]]] = []
+        self.keys: list[str | None] = []
+        self.fingerprint: str | None = None
+        self.change: Answer = lambda path, answer: (200, answer)
+
+    def answer(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
+        if path == "/v1/models":
+            return 200, {"data": [{"id": "big", "owned_by": self._owner, "max_model_len": 16}]}
+        text = body.get("prompt", body.get("text", body.get("input_ids")))
+        tokens = TOKENIZER.encode(text) if isinstance(text, str) else text
+        if path == "/generate":
+            return 200, {"meta_info": self._sglang(tokens, body["logprob_start_len"], body.get("top_logprobs_num", 0))}
+        width = body.get("prompt_logprobs", 0)
+        rows = [
+            None,
+            *({str(t): {"logprob": v, "rank": 1} for t, v in one.items()} for one in self._rows(tokens, width)),
+        ]
+        choice = {"prompt_logprobs": rows, "prompt_token_ids": tokens}
+        return 200, {"choices": [choice], "system_fingerprint": self.fingerprint}
+
+    def _sglang(self, tokens: list[int], start: int, width: int) -> dict[str, Any]:
+        rows = [{}, *self._rows(tokens, width)][start:]
+        own = [
+            [None if place == 0 else row[t], t, None]
+            for place, (t, row) in enumerate(zip(tokens[start:], rows, strict=True))
+        ]
+        tops = [[[v, t, None] for t, v in row.items()][:width] for row in rows]
+        return {"input_token_logprobs": own, "input_top_logprobs": [None, *tops[1:]]}
+
+    def _rows(self, tokens: list[int], width: int) -> list[dict[int, float]]:
+        [found] = prompt_logprobs(self._model, [tokens], width)
+        rows = zip(
+            found.top_tokens[1:].tolist(),
+            found.top_logprobs[1:].tolist(),
+            tokens[1:],
+            found.logprobs[1:].tolist(),
+            strict=True,
+        )
+        return [{**dict(zip(ids, values, strict=True)), own: value} for ids, values, own, value in rows]
+
+
+@contextmanager
+def serving(stand_in: StandIn) -> Iterator[str]:
+    """The URL of a server."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.do_POST()
+
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers.get("content-length") or 0)) or b"{}")
+            stand_in.asked.append((self.path, body))
+            stand_in.keys.append(self.headers.get("authorization"))
+            status, answer = stand_in.answer(self.path, body)
+            if self.path != "/v1/models":
+                status, answer = stand_in.change(self.path, answer)
+            data = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
+            self.send_response(status)
+            self.send_header("content-length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}/v1"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def worker(url: str, **more: Any) -> FrozenWorker:
+    source = RemoteSource("teacher", url, "big", "secret-key-of-this-server", **{"patience": 0.0, **more})
+    return FrozenWorker(RankContext("main", 0, 1, "cpu"), source, micro_batch_tokens=64, vocabulary=TEACHER.vocab_size)
+
+
+@pytest.mark.parametrize("owner", ["vllm", "sglang"])
+def test_it_predicts_what_the_model_predicts(owner: str) -> None:
+    batch, stand_in = TokenBatch.pack(DOCUMENTS), StandIn(TEACHER, owner)
+    here = FrozenWorker(RankContext("main", 0, 1, "cpu"), TEACHER, micro_batch_tokens=64)
+    with serving(stand_in) as url:
+        there = worker(url)
+        assert there.predicts() == {"logprobs", "topk"}
+        assert there.context_length() == 15
+        assert (there.resident_bytes(), there.sleep(), there.fallbacks()) == (0, 0, {})
+        found, wanted = there.hold(batch, 4), here.hold(batch, 4)
+        filled = there.fill(batch, "own", "logprobs").column("own")
+    assert found.counts == wanted.counts == (3, 0, 3, 1)
+    assert torch.equal(found.held.ids, wanted.held.ids)
+    torch.testing.assert_close(found.held.logprobs, wanted.held.logprobs, atol=1e-6, rtol=0)
+    own = predict(TEACHER, batch, {"logprobs"}).of("logprobs").detach() * batch.response_mask
+    torch.testing.assert_close(filled, own, atol=1e-6, rtol=0)
+    assert set(stand_in.keys) == {"Bearer secret-key-of-this-server"}
+    sent = [body for path, body in stand_in.asked if "models" not in path]
+    if owner == "sglang":
+        assert {body["logprob_start_len"] for body in sent} == {2, 3, 0}, "answers begin with the response"
+
+
+@pytest.mark.parametrize("owner", ["vllm", "sglang"])
+def test_a_student_learns_the_same_from_it(owner: str) -> None:
+    made = recipe(config())
+    made.step(0, quiet(0))
+    with serving(StandIn(TEACHER, owner)) as url:
+        far = recipe(config(teacher={"url": url, "model": "big"}), taught_by=RemoteSource("teacher", url, "big"))
+        far.step(0, quiet(0))
+    own, other = (one.roles.made.each(_weights)[0] for one in (made, far))
+    for name, value in own.items():
+        torch.testing.assert_close(other[name], value, atol=1e-6, rtol=0)
+
+
+def _weights(worker: Any) -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone() for name, value in worker.engine.model.module.named_parameters()}
+
+
+def _in_rows(change: Callable[[list[Any]], Any]) -> Answer:
+    def changed(path: str, answer: Any) -> tuple[int, Any]:
+        change(answer["choices"][0]["prompt_logprobs"])
+        return 200, answer
+
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (_in_rows(list.pop), "got 2 rows for 3 tokens"),
+        (_in_rows(lambda rows: rows.insert(1, rows[1])), "got 4 rows for 3 tokens"),
+        (_in_rows(lambda rows: rows[-1].clear()), "a row without its own token 2"),
+        (
+            _in_rows(lambda rows: rows[-1].update({"900": rows[-1].pop(next(t for t in rows[-1] if t != "2"))})),
+            "got 3 likeliest tokens of the student's vocabulary (25) instead of 4",
+        ),
+        (_in_rows(lambda rows: [row.update({"99999": {"logprob": -1}}) for row in rows[1:]]), "probabilities of"),
+        (_in_rows(lambda rows: rows[-1]["2"].update(logprob=math.nan)), "probabilities of"),
+        (_in_rows(lambda rows: rows[-1]["2"].update(logprob="x")), "must answer prompt_logprobs of each token"),
+        (lambda path, answer: (200, {"choices": []}), "must answer choices, as vLLM, SGLang and Posttrain do"),
+        (lambda path, answer: (200, [1]), "must answer an object"),
+        (lambda path, answer: (200, b"<html>"), "must answer JSON"),
+        (
+            lambda path, answer: (400, {"error": {"message": "no\nmore than 20\tsecret-key-of-this-server"}}),
+            "refused /v1/completions with status 400: no more than 20 [key]",
+        ),
+        (lambda path, answer: (401, b"no"), "refused /v1/completions with status 401: no"),
+    ],
+)  # fmt: skip
+def test_a_wrong_answer_is_one_line(change: Answer, told: str) -> None:
+    stand_in = StandIn(TEACHER, "vllm")
+    stand_in.change = change
+    with serving(stand_in) as url, pytest.raises(InputError) as raised:
+        worker(url).hold(TokenBatch.pack(DOCUMENTS[:1]), 4)
+    line = str(raised.value)
+    assert line.startswith(f"teacher at {url} ")
+    assert told in line
+    assert "\n" not in line
+    assert "secret-key" not in line
+
+
+def test_a_failing_server_is_asked_again_for_as_long_as_it_may_be_away() -> None:
+    stand_in, failed = StandIn(TEACHER, "vllm"), list[int]()
+
+    def twice(path: str, answer: Any) -> tuple[int, Any]:
+        failed.append(503 if len(failed) % 2 else 429)
+        return (failed[-1], {}) if len(failed) < 3 else (200, answer)
+
+    stand_in.change = twice
+    batch = TokenBatch.pack(DOCUMENTS[:1])
+    with serving(stand_in) as url:
+        assert worker(url, patience=60.0).hold(batch, 4).counts == (3,)
+        stand_in.change = lambda path, answer: (500, {"error": {"message": "engine died"}})
+        one = worker(url)
+        with pytest.raises(InfrastructureError, match=r"did not answer within 0 s \(status 500: engine died\); check"):
+            one.hold(batch, 4)
+    with pytest.raises(InfrastructureError, match=r"did not answer within 0 s .*refused"):
+        one.hold(batch, 4)
+    assert failed[:3] == [429, 503, 429]
+
+
+def test_another_model_in_the_middle_of_a_stage_is_noticed() -> None:
+    stand_in, batch = StandIn(TEACHER, "vllm"), TokenBatch.pack(DOCUMENTS[:1])
+    with serving(stand_in) as url:
+        one = worker(url)
+        stand_in.fingerprint = "sha256:a"
+        one.hold(batch, 2)
+        one.hold(batch, 2)
+        stand_in.fingerprint = "sha256:b"
+        with pytest.raises(
+            InputError, match=r"must stay the same model during a stage, got 'sha256:b' after 'sha256:a'"
+        ):
+            one.hold(batch, 2)
+
+
+def test_the_tokens_of_texts_are_compared() -> None:
+    for owner in ("vllm", "sglang"):
+        with serving(StandIn(TEACHER, owner)) as url:
+            found = RemoteSource("teacher", url, "big").open()
+            found.refuse_other_tokens(TOKENIZER.encode, ["12", "", "3>"])
+            with pytest.raises(InputError, match=r"divides '12' into other tokens \(from token 1 on\)"):
+                found.refuse_other_tokens(lambda text: TOKENIZER.encode(text)[:1], ["12"])
+
+
+@pytest.mark.parametrize(
+    ("entry", "told"),
+    [
+        ({"data": [{"id": "small", "max_model_len": 9}]}, "must serve the model big, got small; correct `model`"),
+        ({"data": []}, "must serve the model big, got none"),
+        ({"data": [{"id": "big"}]}, "must report max_model_len of big, as vLLM, SGLang and Posttrain do, got None"),
+        ({"detail": 3}, "must answer a list of models"),
+    ],
+)
+def test_a_server_without_the_model_is_refused(entry: Any, told: str) -> None:
+    stand_in = StandIn(TEACHER, "vllm")
+    stand_in.answer = lambda path, body: (200, entry)  # type: ignore[method-assign]
+    with serving(stand_in) as url, pytest.raises(InputError) as raised:
+        worker(url)
+    assert told in str(raised.value)
