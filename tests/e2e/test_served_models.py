@@ -148,7 +148,26 @@ def test_token_ids_in_and_out(served: ServedModel, exported: Path) -> None:
     assert np.abs(np.array(drawn) - wanted).max() < 1e-5, "the log-probabilities of the sampling, at its temperature"
 
 
+def test_the_likeliest_tokens_of_a_prompt(served: ServedModel, exported: Path) -> None:
+    ids = AutoTokenizer.from_pretrained(exported)(PROMPTS[0]).input_ids
+    [choice] = served.complete(ids, max_tokens=1, prompt_logprobs=7, logprobs=2)["choices"]
+    first, *rows = choice["prompt_logprobs"]
+    assert first is None
+    model = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float64)
+    scores = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+    for row, wanted, own in zip(rows, scores, ids[1:], strict=False):
+        found = {int(token): one["logprob"] for token, one in row.items()}
+        assert found.keys() == {*wanted.topk(7).indices.tolist(), own}
+        assert all(abs(value - float(wanted[token])) < 1e-5 for token, value in found.items())
+    assert len(choice["logprobs"]["top_logprobs"][0]) == 2
+    [other] = served.complete(ids, max_tokens=3, prompt_logprobs=7, logprobs=2)["choices"]
+    assert other["prompt_logprobs"][1:] == pytest.approx(rows)
+    assert all(len(row) in (2, 3) for row in other["logprobs"]["top_logprobs"])
+
+
 BAD: list[tuple[str, Any, int, str]] = [
+    ("/v1/completions", {"prompt": "x", "prompt_logprobs": 2, "echo": True}, 400, "prompt_logprobs: needs echo: false"),
+    ("/v1/completions", {"prompt": "x", "prompt_logprobs": 129}, 400, "prompt_logprobs"),
     ("/v1/completions", {"promt": "x"}, 400, "prompt"),
     ("/v1/completions", {"prompt": "x", "colour": 1}, 400, "colour"),
     ("/v1/completions", {"prompt": ""}, 400, "at least one token"),

@@ -12,17 +12,23 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 from test_engine_distill import TEACHER, config, recipe
-from test_engine_recipes import TOKENIZER, quiet
+from test_engine_recipes import TINY, TOKENIZER, quiet
 
 from posttrain.domain.errors import InfrastructureError, InputError
+from posttrain.domain.roles import keys_of_servers
 from posttrain.engine.batch import Document, TokenBatch
+from posttrain.engine.config import DataflowConfig
 from posttrain.engine.groups.port import RankContext
+from posttrain.engine.models.files import initial_model
 from posttrain.engine.models.language_model import LanguageModel
 from posttrain.engine.models.logprobs import predict
 from posttrain.engine.roles.remote import RemoteSource
 from posttrain.engine.roles.training import FrozenWorker
 from posttrain.engine.rollout.prompt_logprobs import prompt_logprobs
+from posttrain.planner.residency import resident
+from posttrain.planner.shape import Shape
 
 Answer = Callable[[str, dict[str, Any]], tuple[int, Any]]
 DOCUMENTS = [
@@ -127,7 +133,8 @@ def test_it_predicts_what_the_model_predicts(owner: str) -> None:
         there = worker(url)
         assert there.predicts() == {"logprobs", "topk"}
         assert there.context_length() == 15
-        assert (there.resident_bytes(), there.sleep(), there.fallbacks()) == (0, 0, {})
+        rest = there.sleep
+        assert (there.resident_bytes(), rest(), there.fallbacks()) == (0, 0, {})
         found, wanted = there.hold(batch, 4), here.hold(batch, 4)
         filled = there.fill(batch, "own", "logprobs").column("own")
     assert found.counts == wanted.counts == (3, 0, 3, 1)
@@ -258,3 +265,39 @@ def test_a_server_without_the_model_is_refused(entry: Any, told: str) -> None:
     with serving(stand_in) as url, pytest.raises(InputError) as raised:
         worker(url)
     assert told in str(raised.value)
+
+
+def test_a_declared_role_may_be_there_too() -> None:
+    there = {"url": "https://h/v1", "model": "big", "key": "TEACHER_KEY"}
+    given = {"data": "d", "recipe": "flow:Flow", "steps": 3, "roles": {"tutor": {"model": there}, "reference": {}}}
+    made = DataflowConfig.model_validate(given)
+    assert {role.name: (role.model, role.url) for role in made.roles()} == {
+        "policy": ("model", ""), "tutor": ("", "https://h/v1"), "reference": ("model", ""), "rollout": ("model", ""),
+    }  # fmt: skip
+    assert set(made.inputs()) == {"model", "data", "recipe"}
+    said = made.model_dump(mode="json")
+    assert DataflowConfig.model_validate(said) == made
+    assert keys_of_servers(said) == {"TEACHER_KEY"}
+    for change, told in (({"trained": True}, "needs head: language"), ({"head": "score"}, "needs head: language")):
+        with pytest.raises(ValidationError, match=told):
+            DataflowConfig.model_validate({**given, "roles": {"tutor": {"model": there, **change}}})
+    with pytest.raises(ValidationError, match="temperature must be 1 with tutor at a url"):
+        DataflowConfig.model_validate({**given, "temperature": 0.5})
+
+
+def test_it_takes_memory_for_its_rows_only() -> None:
+    apart = {"policy": {"ranks": 1}, "teacher": {"ranks": 2}}
+    given = {"prompts_per_step": 100, "max_new_tokens": 1000, "top_k": 64, "placement": apart}
+    shape = Shape.of_config(initial_model(TINY, TOKENIZER, 0).config.to_dict())
+    assert shape is not None
+    shapes = {"policy": shape, "rollout": shape}
+    load = config(**given, teacher={"url": "http://h/v1"}).load("distill")
+    assert load.pools["teacher"].ranks == 2
+    here = resident(config(**given).load("distill"), {**shapes, "teacher": shape})
+    there = resident(load, shapes)
+    assert there.total("teacher", "teacher", "teacher") == 100 * 1000 * 64 * 8
+    parts = {held.part for held in there.held if held.role == "teacher"}
+    assert parts == {"rows"}
+    assert {held.part for held in here.held if held.role == "teacher"} > parts
+    policy = [[held for held in found.held if held.role == "policy"] for found in (here, there)]
+    assert policy[0] == policy[1]

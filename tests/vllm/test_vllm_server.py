@@ -84,7 +84,7 @@ def url(home: Workbench) -> Iterator[str]:
         until = time.monotonic() + 2 * PATIENCE
         while True:
             with suppress(OSError):
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=PATIENCE).close()
                 break
             assert process.poll() is None, (home.folder / "vllm.log").read_text()[-3000:]
             assert time.monotonic() < until

@@ -10,8 +10,8 @@ others      POST /completions  `prompt_logprobs`; answers for the whole sample (
 ==========  =================  =====================================================================================
 
 An answer is checked: it has a row for each response token, with that token in it, enough tokens of the student's
-vocabulary, and probabilities that add up to at most 1. A server that does not answer is asked again, for minutes. If
-another model answers than at first, by the fingerprint in its answers, the stage fails.
+vocabulary, and probabilities that add up to at most 1. A server that does not answer is asked again, for minutes. The
+stage fails if the fingerprint in the answers changes, since the server has switched to another model.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class RemoteModel:
                 f"{self._name} must report max_model_len of {source.model}, as vLLM, SGLang and Posttrain do, got "
                 f"{most!r:.40}; use one of these servers, or name a model instead of a URL"
             )
-        self.context_length = most - 1  # besides what is read, a request generates one token
+        self.context_length = most - 1  # a request generates one token after the sample
         self._sglang = entry.get("owned_by") == "sglang"
         release = entry.get("digest") or entry.get("root") or ""
         print(f"{self._name}: {source.model} {release}, context {most}")
