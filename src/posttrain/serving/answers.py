@@ -157,5 +157,5 @@ def _end_from_scores(asked: Asked, served: Served, one: Choice, scored: Scored) 
     if asked.limit:
         one.tokens, one.logprobs = scored.next_tokens[:1], scored.next_logprobs[:1]
         after = dict(zip(scored.next_tokens, scored.next_logprobs, strict=True))
-        one.tops = [after if asked.top else dict(list(after.items())[:1])]
+        one.tops = [dict(islice(after.items(), max(1, asked.top or 0)))]
         one.text = served.texts.decode(one.tokens, skip_special=asked.skip_special)
