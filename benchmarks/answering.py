@@ -9,6 +9,9 @@ and past any end of sequence, without a stream. The rounds of the two servers al
 second, and milliseconds from a request's first byte to the answer's last one, over the requests of all rounds; ratios
 are the median of the rounds' ratios. The row `decoder` is the bound: the decoder without a server. The target is the
 throughput of vLLM's server.
+
+The second table is about a teacher of distillation: response tokens per second for which a student gets the likeliest
+tokens, and bytes of an answer for each of them. The row `job` is the bound: the same model in the student's job.
 """
 
 from __future__ import annotations
@@ -36,12 +39,17 @@ from transformers import PreTrainedTokenizerFast
 
 from benchmarks.judging import at_least, judge
 from benchmarks.rollout import SIZES, build_module
-from posttrain.engine.models.files import character_tokenizer
+from posttrain.engine.batch import Document, TokenBatch
+from posttrain.engine.groups.port import RankContext
+from posttrain.engine.models.files import ModelSource, character_tokenizer
 from posttrain.engine.models.language_model import adopt_module
+from posttrain.engine.roles.remote import RemoteSource
+from posttrain.engine.roles.training import FrozenWorker
 from posttrain.engine.rollout.backends.native import NativeRollout
 from posttrain.engine.rollout.port import Generation, SamplingParams
 
 PROMPT, TOKENS, CLIENTS = 64, 64, (1, 16, 64)
+SAMPLES, RESPONSE, LIKELIEST = 32, 400, 64  # of a student that asks a teacher
 TARGET = 1.0  # ratio of throughputs
 _PATIENCE = 600.0  # seconds until a server answers
 _VLLM = {
@@ -69,6 +77,15 @@ class Row:
 
 
 @dataclass(frozen=True)
+class Taught:
+    """The figures of one teacher."""
+
+    server: str
+    tokens_per_second: float  # response tokens, of all rounds' best
+    bytes_per_token: float  # of an answer, for each likeliest token of a response token; NaN in the job
+
+
+@dataclass(frozen=True)
 class Server:
     """A running server."""
 
@@ -86,10 +103,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--vllm", metavar="PYTHON", help="a Python in whose environment vLLM is installed")
+    parser.add_argument("--samples", type=int, default=SAMPLES, metavar="N", help="of the student of the second table")
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
     if options.tiny:
         options.clients, options.requests, options.rounds = (2,), 2, 1
+        options.samples = 2
     decoder = [_decoder(options.size, clients, options) for clients in options.clients]
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
         folder = _model(Path(scratch), options.size)
@@ -97,13 +116,17 @@ def main() -> None:
         if options.vllm:
             servers.append(stack.enter_context(_vllm(Path(scratch), folder, options.vllm, options.threads)))
         rows = [row for clients in options.clients for row in _measured(servers, clients, options)]
+        taught = _taught(servers, folder, options)
     rows = [*decoder, *rows]
     print(f"{'server':<10} {'clients':>7} {'tokens/s':>9} {'p50 ms':>8} {'p99 ms':>8} {'ratio':>6}")
     for row in rows:
         print(f"{row.server:<10} {row.clients:>7} {row.tokens_per_second:>9.0f} {row.p50_ms:>8.1f} {row.p99_ms:>8.1f} "
               f"{row.ratio:>6.2f}")  # fmt: skip
+    print(f"{'teacher':<10} {'tokens/s':>9} {'bytes':>6}")
+    for one in taught:
+        print(f"{one.server:<10} {one.tokens_per_second:>9.0f} {one.bytes_per_token:>6.1f}")
     if options.json:
-        options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+        options.json.write_text(json.dumps([*map(asdict, rows), *map(asdict, taught)], indent=1) + "\n")
     claims = [
         at_least(f"throughput at {row.clients} clients", row.ratio, TARGET)
         for row in rows
@@ -161,7 +184,7 @@ def _vllm(scratch: Path, folder: Path, python: str, threads: int) -> Iterator[Se
     words = [
         *(python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--host", "127.0.0.1"),
         *("--port", str(port), "--dtype", "float32", "--max-model-len", "512", "--served-model-name", "bench"),
-        *("--enforce-eager", "--no-enable-log-requests"),
+        *("--enforce-eager", "--no-enable-log-requests", "--max-logprobs", str(LIKELIEST)),
     ]
     environment = {**os.environ, **_VLLM, "OMP_NUM_THREADS": str(threads)}
     log = scratch / "vllm.log"
@@ -218,6 +241,35 @@ def _measured(servers: Sequence[Server], clients: int, options: argparse.Namespa
             Row(server.name, clients, statistics.median(own), 1e3 * statistics.median(ordered), 1e3 * p99, ratio)
         )
     return rows
+
+
+def _taught(servers: Sequence[Server], folder: Path, options: argparse.Namespace) -> list[Taught]:
+    """Return the rates at which teachers give the likeliest tokens: in the job, and on each server."""
+    dice, length, found = random.Random(0), PROMPT + RESPONSE, list[Taught]()
+    texts = [tuple(dice.randrange(10, 400) for _ in range(length)) for _ in range(options.samples)]
+    batch = TokenBatch.pack([Document(text[:PROMPT], text[PROMPT:]) for text in texts])
+    sources: dict[str, ModelSource | RemoteSource] = {"job": ModelSource(folder, "float32")}
+    for server in servers:
+        name = server.model or "model:bench"
+        sources[server.name] = RemoteSource("teacher", f"http://127.0.0.1:{server.port}/v1", name)
+    for name, source in sources.items():
+        worker, best = FrozenWorker(RankContext("main", 0, 1, "cpu"), source, micro_batch_tokens=4096), float("inf")
+        for _ in range(options.rounds + 1):
+            begun = time.perf_counter()
+            worker.hold(batch, LIKELIEST)
+            best = min(best, time.perf_counter() - begun)
+        size = _size(source, texts[0]) / length / LIKELIEST if isinstance(source, RemoteSource) else float("nan")
+        found.append(Taught(name, len(texts) * RESPONSE / best, size))
+    return found
+
+
+def _size(source: RemoteSource, text: Sequence[int]) -> int:
+    """Return the bytes of an answer."""
+    body = {"model": source.model, "prompt": text, "max_tokens": 1, "temperature": 0, "prompt_logprobs": LIKELIEST}
+    headers = {"content-type": "application/json"}
+    request = urllib.request.Request(f"{source.url}/completions", json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=_PATIENCE) as answer:
+        return len(answer.read())
 
 
 async def _round(server: Server, clients: int, requests: int, seed: int) -> list[float]:
