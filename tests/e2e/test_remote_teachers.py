@@ -90,10 +90,14 @@ def test_a_teacher_at_a_url_teaches_the_same(home: Workbench, taught: str) -> No
         home.write("run.yaml", spec(teacher))
         planned = home.run("plan", "run.yaml", "-o", "json", env=KEY).json
         [warning] = [one for one in planned["warnings"] if "pin" in one]
-        told = f"distill: teacher is the model big at {other.url}/v1; the manifest does not pin it, so a repeated run"
+        told = f"distill: teacher is the model big at {other.url}/v1; the manifest does not pin it, so another run may"
         assert warning.startswith(told)
         found = run(home, teacher)
-        assert f"teacher at {other.url}/v1: big sha256:" in log(home, found)
+        assert f"teacher at {other.url}/v1: big, digest sha256:" in log(home, found)
+        shown = home.run("plan", "run.yaml", env=KEY).out
+        assert f"teacher: big at {other.url}/v1  not pinned" in shown
+        home.write("other.yaml", {**spec(teacher), "name": "again"})
+        assert home.run("plan", "other.yaml", "-o", "json", env=KEY).json["stages"][0]["cached_from"] is None
     same(home, found, taught)
     assert agreement(home, found) == pytest.approx(agreement(home, taught), abs=1e-6)
     for path in (file for file in (home.root / "runs" / found).rglob("*") if file.is_file()):
@@ -137,6 +141,7 @@ def test_a_wrong_server_is_one_line(home: Workbench) -> None:
     with serving(home, "model:other", "--name", "big") as other:
         for teacher, told in (
             (at(other.url), "must have the student's tokenizer, but it divides 'Q: sort 0' into other tokens (from to"),
+            ({"url": other.url, "model": "big"}, "refused /models with status 404: "),
             ({**at(other.url), "model": "huge"}, "must serve the model huge, got big; correct `model`"),
         ):
             home.write("run.yaml", spec(teacher))
@@ -144,7 +149,25 @@ def test_a_wrong_server_is_one_line(home: Workbench) -> None:
             assert failed.code != 0
             assert told in failed.out + failed.err
     home.write("run.yaml", spec(at("http://127.0.0.1:9", key="TEACHER_PASS")))
-    assert "TEACHER_PASS: the driver's environment must contain" in home.run("run", "run.yaml", code=2).error
+    assert "TEACHER_PASS: the driver's environment must contain it" in home.run("run", "run.yaml", code=2).error
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_another_attempt_needs_the_same_teacher(home: Workbench) -> None:
+    with serving(home, "model:teacher", "--name", "big") as other:
+        port = other.url.rpartition(":")[2]
+        home.write("run.yaml", {**spec(at(other.url), steps=2000), "name": "swapped"})
+        process = home.start("run", "run.yaml")
+        home.wait("the run", lambda: home.run_id().startswith("swapped"))
+        found = home.run_id()
+        home.wait("a step", lambda: len(agreement(home, found)) > 1)
+        home.run("stop", found)
+        home.finish(process)
+    with serving(home, "model:student", "--name", "big", port=port):
+        failed = home.run("retry", found, code=None)
+    assert failed.code != 0
+    assert "or a server has another model than before, now teacher at " in failed.out + failed.err
 
 
 @pytest.mark.ray
@@ -164,7 +187,12 @@ def test_a_teacher_at_a_url_has_ranks_of_its_own(home: Workbench, taught: str) -
     [
         (at("http://h"), {"temperature": 0.7}, "temperature must be 1 with teacher at a url, whose server computes"),
         ({"serve": "model:teacher"}, {}, "teacher: must be a model, or have a url, got serve; write model:teacher"),
-        ({"url": "ftp://h"}, {}, "teacher.url: String should match pattern"),
+        (
+            {"url": "ftp://me:pass@h"},
+            {},
+            "teacher.url: must have the form https://HOST:PORT/v1 or http://HOST:PORT/v1,",
+        ),
+        (at("http://h", key="sk-aBc123"), {}, "teacher.key: must be the name of an environment variable in capital"),
         (at("http://h"), {"top_k": 63}, "top_k: must be at most 62, the size of the vocabulary, got 63"),
         ({**at("http://h"), "context": 8}, {}, "context needs serve; remove context"),
         (3, {}, "teacher: must be a model, or a map such as {url: https://HOST/v1, model: NAME}, got 3"),
@@ -172,4 +200,7 @@ def test_a_teacher_at_a_url_has_ranks_of_its_own(home: Workbench, taught: str) -
 )
 def test_what_makes_no_sense_is_refused(home: Workbench, teacher: Any, changes: dict[str, Any], told: str) -> None:
     home.write("run.yaml", spec(teacher, **changes))
-    assert told in home.run("plan", "run.yaml", code=2).error
+    line = home.run("plan", "run.yaml", code=2).error
+    assert told in line
+    assert "aBc123" not in line
+    assert "pass@" not in line

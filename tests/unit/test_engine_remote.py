@@ -30,6 +30,7 @@ from posttrain.engine.rollout.prompt_logprobs import prompt_logprobs
 from posttrain.planner.residency import resident
 from posttrain.planner.shape import Shape
 
+KEY = "secret-key-of-this-server"
 Answer = Callable[[str, dict[str, Any]], tuple[int, Any]]
 DOCUMENTS = [
     Document((1, 7, 8), (9, 10, 2)),
@@ -43,7 +44,8 @@ class StandIn:
     """A server with the model `big`, in the form of vLLM or of SGLang."""
 
     def __init__(self, model: LanguageModel, owner: str) -> None:
-        self._model, self._owner = model, owner
+        self._model = model
+        self.listed: Any = {"data": [{"id": "big", "owned_by": owner, "max_model_len": 16, "root": "here"}]}
         self.asked: list[tuple[str, dict[str, Any]]] = []
         self.keys: list[str | None] = []
         self.fingerprint: str | None = None
@@ -51,7 +53,7 @@ class StandIn:
 
     def answer(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
         if path == "/v1/models":
-            return 200, {"data": [{"id": "big", "owned_by": self._owner, "max_model_len": 16}]}
+            return 200, self.listed
         text = body.get("prompt", body.get("text", body.get("input_ids")))
         tokens = TOKENIZER.encode(text) if isinstance(text, str) else text
         if path == "/generate":
@@ -102,7 +104,7 @@ def serving(stand_in: StandIn) -> Iterator[str]:
                 status, answer = stand_in.change(self.path, answer)
             data = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
             self.send_response(status)
-            self.send_header("content-length", str(len(data)))
+            self.send_header("content-length", str(len(data) + 37 * data.endswith(b"CUT")))
             self.end_headers()
             self.wfile.write(data)
 
@@ -121,7 +123,7 @@ def serving(stand_in: StandIn) -> Iterator[str]:
 
 
 def worker(url: str, **more: Any) -> FrozenWorker:
-    source = RemoteSource("teacher", url, "big", "secret-key-of-this-server", **{"patience": 0.0, **more})
+    source = RemoteSource("teacher", url, "big", KEY, **{"patience": 0.0, **more})
     return FrozenWorker(RankContext("main", 0, 1, "cpu"), source, micro_batch_tokens=64, vocabulary=TEACHER.vocab_size)
 
 
@@ -183,7 +185,13 @@ def _in_rows(change: Callable[[list[Any]], Any]) -> Answer:
             "got 3 likeliest tokens of the student's vocabulary (25) instead of 4",
         ),
         (_in_rows(lambda rows: [row.update({"99999": {"logprob": -1}}) for row in rows[1:]]), "probabilities of"),
-        (_in_rows(lambda rows: rows[-1]["2"].update(logprob=math.nan)), "probabilities of"),
+        (_in_rows(lambda rows: rows[-1]["2"].update(logprob=math.nan)), "a log-probability of nan"),
+        (_in_rows(lambda rows: rows[-1]["2"].update(logprob=-math.inf)), "a log-probability of -inf"),
+        (_in_rows(lambda rows: rows[-1]["2"].update(logprob=10**400)), "OverflowError"),
+        (_in_rows(lambda rows: rows[-1]["2"].update(logprob=f"{KEY} \x1b[31m")), "string to float: '[key] "),
+        (lambda path, answer: (200, b"[" * 100_000), "RecursionError"),
+        (lambda path, answer: (404, {"detail": "Not Found"}), "with status 404: Not Found"),
+        (lambda path, answer: (307, b""), "with status 307:"),
         (_in_rows(lambda rows: rows[-1]["2"].update(logprob="x")), "must answer prompt_logprobs of each token"),
         (lambda path, answer: (200, {"choices": []}), "must answer choices, as vLLM, SGLang and Posttrain do"),
         (lambda path, answer: (200, [1]), "must answer an object"),
@@ -192,7 +200,7 @@ def _in_rows(change: Callable[[list[Any]], Any]) -> Answer:
             lambda path, answer: (400, {"error": {"message": "no\nmore than 20\tsecret-key-of-this-server"}}),
             "refused /v1/completions with status 400: no more than 20 [key]",
         ),
-        (lambda path, answer: (401, b"no"), "refused /v1/completions with status 401: no"),
+        (lambda path, answer: (401, b"no"), "refused /v1/completions with status 401: no; its key is refused"),
     ],
 )  # fmt: skip
 def test_a_wrong_answer_is_one_line(change: Answer, told: str) -> None:
@@ -220,9 +228,9 @@ def test_a_failing_server_is_asked_again_for_as_long_as_it_may_be_away() -> None
         assert worker(url, patience=60.0).hold(batch, 4).counts == (3,)
         stand_in.change = lambda path, answer: (500, {"error": {"message": "engine died"}})
         one = worker(url)
-        with pytest.raises(InfrastructureError, match=r"did not answer within 0 s \(status 500: engine died\); check"):
+        with pytest.raises(InfrastructureError, match=r"did not answer for 0 s \(status 500: engine died\); check"):
             one.hold(batch, 4)
-    with pytest.raises(InfrastructureError, match=r"did not answer within 0 s .*refused"):
+    with pytest.raises(InfrastructureError, match=r"did not answer for 0 s .*refused"):
         one.hold(batch, 4)
     assert failed[:3] == [429, 503, 429]
 
@@ -235,9 +243,7 @@ def test_another_model_in_the_middle_of_a_stage_is_noticed() -> None:
         one.hold(batch, 2)
         one.hold(batch, 2)
         stand_in.fingerprint = "sha256:b"
-        with pytest.raises(
-            InputError, match=r"must stay the same model during a stage, got 'sha256:b' after 'sha256:a'"
-        ):
+        with pytest.raises(InputError, match=r"must stay the same model during a stage, got sha256:b after sha256:a"):
             one.hold(batch, 2)
 
 
@@ -254,17 +260,92 @@ def test_the_tokens_of_texts_are_compared() -> None:
     ("entry", "told"),
     [
         ({"data": [{"id": "small", "max_model_len": 9}]}, "must serve the model big, got small; correct `model`"),
-        ({"data": []}, "must serve the model big, got none"),
+        ({"data": [{"id": "a\nb"}, {"id": KEY}]}, "must serve the model big, got a b, [key]; correct"),
         ({"data": [{"id": "big"}]}, "must report max_model_len of big, as vLLM, SGLang and Posttrain do, got None"),
+        ({"data": [{"id": "big", "max_model_len": True}]}, "must report max_model_len of big"),
         ({"detail": 3}, "must answer a list of models"),
     ],
 )
 def test_a_server_without_the_model_is_refused(entry: Any, told: str) -> None:
     stand_in = StandIn(TEACHER, "vllm")
-    stand_in.answer = lambda path, body: (200, entry)  # type: ignore[method-assign]
+    stand_in.listed = entry
     with serving(stand_in) as url, pytest.raises(InputError) as raised:
         worker(url)
     assert told in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_server_that_loads_its_model_is_waited_for() -> None:
+    stand_in = StandIn(TEACHER, "vllm")
+    whole, stand_in.listed = stand_in.listed, {"data": []}
+    with serving(stand_in) as url:
+        with pytest.raises(InfrastructureError, match=r"did not answer for 0 s \(it serves no model yet\)"):
+            worker(url)
+        threading.Timer(0.3, lambda: setattr(stand_in, "listed", whole)).start()
+        assert worker(url, patience=60.0).context_length() == 15
+        stand_in.listed = {"data": [{"id": "large", "max_model_len": 20}, {"id": "lora", "parent": "large"}]}
+        alone = RemoteSource("teacher", url, "model").open()
+        assert (alone.model, alone.context_length) == ("large", 19), "the only one that is served"
+        assert RemoteSource("teacher", url, "lora").open().context_length == 19
+
+
+def test_an_answer_that_is_cut_off_is_asked_for_again() -> None:
+    stand_in, cut = StandIn(TEACHER, "vllm"), list[str]()
+
+    def once(path: str, answer: Any) -> tuple[int, Any]:
+        cut.append(path)
+        return 200, json.dumps(answer).encode()[:-40] + b"CUT" if len(cut) == 1 else answer
+
+    stand_in.change = once
+    with serving(stand_in) as url:
+        assert worker(url, patience=60.0).hold(TokenBatch.pack(DOCUMENTS), 4).counts == (3, 0, 3, 1)
+        assert len(cut) == 4
+
+
+def test_another_model_after_an_outage_is_noticed() -> None:
+    stand_in, batch = StandIn(TEACHER, "sglang"), TokenBatch.pack(DOCUMENTS[:1])
+    with serving(stand_in) as url:
+        one = RemoteSource("teacher", url, "big", patience=60.0).open()
+        assert one.identity == "from here"
+        assert one.source.open().identity == one.identity
+
+        def down(path: str, answer: Any) -> tuple[int, Any]:
+            stand_in.listed = {"data": [{**stand_in.listed["data"][0], "root": "elsewhere"}]}
+            return 503, {}
+
+        stand_in.change = down
+        with pytest.raises(
+            InputError, match="must stay the same model during a stage, got from elsewhere after from here"
+        ):
+            one.hold(batch, 2, None)
+        with pytest.raises(
+            InputError, match="must stay the same model during a stage, got from elsewhere after from here"
+        ):
+            one.source.open()
+
+
+@pytest.mark.parametrize("key", ["with space", "line\n", "naïve", 'quo"te', "back\\slash"])
+def test_a_key_that_no_request_can_have_is_never_shown(key: str) -> None:
+    with pytest.raises(InputError) as raised:
+        RemoteSource("teacher", "http://h/v1", "big", key)
+    assert "the key of teacher must have letters, digits and" in str(raised.value)
+    assert key not in str(raised.value)
+
+
+def test_limits_of_a_server_appear_before_anything_is_trained() -> None:
+    stand_in = StandIn(TEACHER, "vllm")
+    with serving(stand_in) as url:
+        one = RemoteSource("teacher", url, "big").open()
+        one.probe(9, 4)
+        one.probe(900, 4)
+        assert [len(body["prompt"]) for path, body in stand_in.asked if "models" not in path] == [9, 15]
+        stand_in.change = lambda path, answer: (400, {"error": {"message": "at most 3"}})
+        with pytest.raises(InputError, match="at most 3"):
+            one.probe(9, 4)
+    for url in ("http://a..b/v1", "https://127.0.0.1:1/v1"):
+        with pytest.raises((InputError, InfrastructureError)) as raised:
+            RemoteSource("teacher", url, "big", patience=0.0).open()
+        assert f"teacher at {url} " in str(raised.value)
 
 
 def test_a_declared_role_may_be_there_too() -> None:

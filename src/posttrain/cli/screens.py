@@ -36,6 +36,7 @@ from posttrain.domain.gates import Outcome, Verdict
 from posttrain.domain.kinds import Driver, kind_of
 from posttrain.domain.lifecycle import AttemptState, StageState, meaning
 from posttrain.domain.records import AssetStatus, AttemptRecord, ChannelRecord, Event, Look, Quarantine
+from posttrain.domain.roles import servers_of
 from posttrain.domain.waits import span
 from posttrain.planner.residency import Residency, gib
 
@@ -515,6 +516,8 @@ def plan_tree(view: PlanView, *, verbose: bool) -> Tree:
         inputs = stage.inputs if kind_of(stage.kind).driver is Driver.JOB else ()  # the tree shows other inputs
         for slot, name, full in inputs:
             below.add(branch(Text(f"{slot}: {name}" + (f"  {digest(full)}" if full else ""), style="dim")))
+        for place, one in servers_of(manifest.stage(stage.name).params).items():
+            below.add(branch(Text(f"{place}: {one.get('model', 'model')} at {one['url']}  not pinned", style="dim")))
         if stage.passes:
             below.add(branch(Text(str(stage.passes), style="dim")))
         if stage.flavour:

@@ -37,6 +37,7 @@ from posttrain.domain.lifecycle import AttemptState, Reason, RunState, StageStat
 from posttrain.domain.manifest import Manifest, StageManifest, deciding_code, job_identity, named_code
 from posttrain.domain.ports import BlobStore, crashpoint
 from posttrain.domain.records import AttemptRecord, StageRecord
+from posttrain.domain.roles import servers_of
 from posttrain.events.ports import SECRETS, secrets_of
 from posttrain.execution.ports import Executor, Trainer
 from posttrain.store.atomic import ANSWER, make_folder
@@ -558,10 +559,14 @@ def _resumes(stage: StageRecord, found: Found) -> str:
 
 
 def cache_key(manifest: Manifest, stage: StageManifest, inputs: Mapping[str, InputBlob]) -> str:
-    """Return the digest of exactly the values that decide a stage's outputs (`domain.manifest`)."""
+    """Return the digest of exactly the values that decide a stage's outputs (`domain.manifest`).
+
+    Models on other servers are not pinned, so only runs of the same manifest reuse what was computed with them.
+    """
     code = deciding_code(manifest, stage)
     decides = job_identity(stage.kind, stage.params, manifest.seed, inputs, manifest.image_of(stage))
-    return digest_json({"code": code, **decides})
+    own = {"manifest": manifest.digest} if servers_of(stage.params) else {}
+    return digest_json({"code": code, **decides, **own})
 
 
 def usable(stage: StageRecord, blobs: BlobStore) -> bool:

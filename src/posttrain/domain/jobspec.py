@@ -65,8 +65,10 @@ def secret_fault(name: str) -> str:
     A short value could not be distinguished from ordinary text in a reward's output.
     """
     got = len(" ".join(os.environ.get(name, "").split()))
-    found = f"{SHORTEST_SECRET} characters or more, {f'got {got}' if got else 'it is not set'}; export it"
-    return "" if got >= SHORTEST_SECRET else f"secrets: {name}: the driver's environment must contain {found}"
+    if not got:
+        return f"secrets: {name}: the driver's environment must contain it, but it is not set; export it"
+    short = f"must have {SHORTEST_SECRET} characters or more, so that it can be removed from logs, got {got}"
+    return "" if got >= SHORTEST_SECRET else f"secrets: {name}: {short}; use a longer one"
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,15 +74,20 @@ def in_pools(roles: Sequence[RoleSpec]) -> tuple[str, ...]:
 
 def servers_of(params: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     """Return field → the server that a stage names there: `{"teacher": {"url": …, "key": "TEACHER_KEY"}}`."""
-    declared = {f"roles.{name}": role.get("model") for name, role in (params.get("roles") or {}).items()}
-    models = {f"models.{name}": one for name, one in (params.get("models") or {}).items()}
+    declared = {f"roles.{name}.model": _map(role).get("model") for name, role in _map(params.get("roles")).items()}
+    models = {f"models.{name}": one for name, one in _map(params.get("models")).items()}
     given = {"teacher": params.get("teacher"), **declared, **models}
-    return {field: one for field, one in given.items() if isinstance(one, Mapping) and one.get("url")}
+    return {field: one for field, one in given.items() if isinstance(_map(one).get("url"), str)}
 
 
 def keys_of_servers(params: Mapping[str, Any]) -> frozenset[str]:
     """Return the variables with the keys of the servers that a stage names."""
     return frozenset(str(one["key"]) for one in servers_of(params).values() if one.get("key"))
+
+
+def _map(value: Any) -> Mapping[str, Any]:
+    """Return a value of a stage of any kind as a map; empty: it is none."""
+    return value if isinstance(value, Mapping) else {}
 
 
 def step_phases(roles: Sequence[RoleSpec]) -> dict[str, tuple[str, ...]]:

@@ -120,6 +120,18 @@ _ADDRESS = re.compile(r"^(?!127\.0\.0\.1:)[0-9.]+:")
 SECRET = r"^[A-Z][A-Z0-9_]{0,99}$"
 
 
+def _named(value: Any) -> Any:
+    if not isinstance(value, str) or not re.fullmatch(SECRET, value):  # it may be the secret itself
+        raise ValueError(
+            "must be the name of an environment variable in capital letters, such as JUDGE_KEY, got another form; "
+            "export the secret in a variable, and name the variable"
+        )
+    return value
+
+
+SecretName = Annotated[str, BeforeValidator(_named), Field(pattern=SECRET)]
+
+
 _NO_SECRETS = re.compile(  # variables that jobs do not get, or that a process, its libraries or the store reads
     r"(POSTTRAIN_|WANDB_|MLFLOW_|PG|AWS_|AZURE_|GOOGLE_|S3_|HF_|HUGGING|TRANSFORMERS_|TOKENIZERS_|PYTHON|LD_|LC_|XDG_|SSL_"
     r"|MALLOC_|CUDA_|NVIDIA_|NCCL_|ROCR_|HIP_|HSA_|GPU_|OMP_|MKL_|KMP_|GOMP_|OPENBLAS_|NUMEXPR_|TORCH|PYTORCH_|TRITON_"
@@ -161,7 +173,7 @@ class RewardUse(Frozen):
     files: tuple[str, ...] = ()  # next to run.yaml; the reward finds them, read-only, next to its source
     network: tuple[Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9.-]*:[0-9]{1,5}$")], ...] = ()  # host:port
     # names of environment variables of the run's driver (or of the server), which only the reward's cell gets
-    secrets: tuple[Annotated[str, Field(pattern=SECRET)], ...] = ()
+    secrets: tuple[SecretName, ...] = ()
 
     @model_validator(mode="after")
     def _distinct(self) -> RewardUse:

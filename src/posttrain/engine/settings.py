@@ -20,7 +20,7 @@ from posttrain.domain.adapters import AUTO, HEAD, MOST_RANK, AdapterSize, SavedA
 from posttrain.domain.placement import LONGEST, ROLE_NAME, Amount, ParsedAmount, StallAfter, parse_duration
 from posttrain.domain.rendering import stop_fault
 from posttrain.domain.roles import SERVED
-from posttrain.domain.runspec import SECRET, Name, may_be_secret
+from posttrain.domain.runspec import Name, SecretName, may_be_secret
 from posttrain.domain.validation import Frozen
 
 # Every number has a maximum: otherwise a typo would be found late, when a job runs out of memory
@@ -149,6 +149,18 @@ class InferenceRuntimeConfig(Frozen):
         return {name: value for name, value in said.items() if name not in left or value != left[name]}
 
 
+_URL = r"^https?://[A-Za-z0-9][A-Za-z0-9.-]*(:[0-9]{1,5})?(/[\w./-]*)?$"
+
+
+def _address(value: Any) -> Any:
+    if not isinstance(value, str) or not re.match(_URL, value):  # it may contain a password
+        raise ValueError(
+            "must have the form https://HOST:PORT/v1 or http://HOST:PORT/v1, without a user or a query, got another "
+            "form; correct it"
+        )
+    return value
+
+
 class ServedConfig(Frozen):
     """A model that answers requests in OpenAI's form: `{serve: channel:judge}`, or `{url: https://HOST/v1}`.
 
@@ -157,10 +169,11 @@ class ServedConfig(Frozen):
 
     serve: Word | None = None  # base, a stage, or a ref: the job serves this model as long as it runs
     # of another server, such as that of vLLM or SGLang
-    url: Annotated[str, Field(pattern=r"^https?://[A-Za-z0-9][A-Za-z0-9.-]*(:[0-9]{1,5})?(/[\w./-]*)?$")] | None = None
-    model: str = Field(default="model", min_length=1, max_length=400)  # with url: its name in requests
+    url: Annotated[str, BeforeValidator(_address), Field(pattern=_URL)] | None = None
+    # with url: its name in requests
+    model: Annotated[str, Field(pattern=r"^[!-~]([ -~]{0,398}[!-~])?$")] = "model"
     # with url: the variable of the driver's environment with the key, which only the model's callers get
-    key: Annotated[str, Field(pattern=SECRET)] | None = None
+    key: SecretName | None = None
     context: Tokens | None = None  # with serve: maximum tokens of a prompt with its response; None: those of the model
     runtime: InferenceRuntimeConfig = InferenceRuntimeConfig()  # with serve
 

@@ -223,8 +223,8 @@ def check_servers(manifest: Manifest, source: Path) -> Iterator[str]:
                     f"{one['url']}; remove the field image, or name a model of this project"
                 )
             yield (
-                f"{stage.name}: {field} is the model {one['model']} at {one['url']}; the manifest does not pin it, so "
-                "a repeated run may have another result"
+                f"{stage.name}: {field} is the model {one.get('model', 'model')} at {one['url']}; the manifest does "
+                "not pin it, so another run may have another result"
             )
             where = urlsplit(one["url"])
             if one.get("key") and where.scheme == "http" and where.hostname not in ("localhost", "127.0.0.1"):
@@ -239,7 +239,7 @@ def refuse_missing_secrets(workspace: OpenWorkspace, manifest: Manifest, source:
     """
     for stage in manifest.stages:
         named = [(ref.name, name) for ref in stage.inputs.values() for name in ref.meta.get("secrets", ())]
-        named += [(field, one["key"]) for field, one in servers_of(stage.params).items() if one.get("key")]
+        named += [(field, str(one["key"])) for field, one in servers_of(stage.params).items() if one.get("key")]
         for owner, name in named:
             if fault := _secret_fault(workspace.ledger.project, name, boxed=manifest.image_of(stage) is not None):
                 raise InputError(f"{source}: stages.{stage.name}: {owner}: {fault}")

@@ -46,13 +46,14 @@ def refuse_unfit(asked: Asked, served: Served, most: int) -> None:
                 "prompt or lower max_tokens"
             )
     top = max(asked.top or 0, asked.prompt_top or 0)
+    name = "prompt_logprobs" if asked.prompt_top == top and not asked.echo else "logprobs"
     if top > vocabulary:
-        raise InputError(f"logprobs: must be at most {vocabulary}, the vocabulary, got {top}; lower it")
+        raise InputError(f"{name}: must be at most {vocabulary}, the vocabulary, got {top}; lower it")
     places = sum(map(len, asked.prompts)) * asked.n if asked.prompt_top is not None else 0
     if places * (1 + top) > _MOST_LOGPROBS:
         raise InputError(
-            f"logprobs: must be at most {_MOST_LOGPROBS} in all, got {places} tokens of prompts with {top} each; send "
-            "fewer prompts, or lower logprobs"
+            f"{name}: must be at most {_MOST_LOGPROBS} in all, got {places} tokens of prompts with {top} each; send "
+            f"shorter prompts, or lower {name}"
         )
     tempered = not asked.sampling["greedy"] and asked.sampling["temperature"] != 1
     if asked.form == "tokens" and asked.top and tempered:

@@ -317,10 +317,14 @@ def _viewing(
 
 
 def _listed(door: Door) -> list[dict[str, Any]]:
-    """Return the entries of the model and of its adapters; none while the first model is loaded."""
+    """Return the entries of the model and of its adapters.
+
+    Raises:
+        EngineLostError: the first model is still being loaded.
+    """
     served = door.models.served
     if served is None:
-        return []
+        raise EngineLostError(f"{door.models.trouble}; try again")
     entry = {"object": "model", "created": 0, "owned_by": "posttrain", "max_model_len": door.most(served)}
     releases = {door.name: served.release, **served.release.adapters}
     found = [{"id": name, **entry, "release": one.name, "digest": one.digest} for name, one in releases.items()]
@@ -474,7 +478,8 @@ class Answering(Response):
                 if isinstance(error, InputError):
                     self._door.spending.refused = str(error)
                 if found.status_code >= 500:
-                    log.error("%s: %s", self._path, error)
+                    level = logging.ERROR if self._door.models.served else logging.INFO  # while the first model loads
+                    log.log(level, "%s: %s", self._path, error)
                 if self._begun:  # a stream: its status was sent
                     await patiently(_piece(json.loads(bytes(found.body))))
                     await patiently({"type": "http.response.body", "body": b"", "more_body": False})

@@ -201,7 +201,7 @@ def asked_completion(body: Mapping[str, Any], name: str, seed: int, texts: Texts
     """
     asked = _parsed(CompletionRequest, body)
     if asked.prompt_logprobs is not None and (asked.echo or asked.stream):
-        raise InputError("prompt_logprobs: needs echo: false and stream: false; leave one of them out")
+        raise InputError(f"prompt_logprobs: needs {'echo' if asked.echo else 'stream'}: false; leave one of them out")
     encoded = tuple(_tokens_of(one, texts, asked.add_special_tokens) for one in _prompts(asked.prompt))
     scored = asked.echo and asked.logprobs is not None
     return Asked(

@@ -11,7 +11,8 @@ others      POST /completions  `prompt_logprobs`; answers for the whole sample (
 
 An answer is checked: it has a row for each response token, with that token in it, enough tokens of the student's
 vocabulary, and probabilities that add up to at most 1. A server that does not answer is asked again, for minutes. The
-stage fails if the fingerprint in the answers changes, since the server has switched to another model.
+stage fails if the server switches to another model, by the fingerprint in its answers, or by its list of models after
+it was away.
 """
 
 from __future__ import annotations
@@ -19,14 +20,16 @@ from __future__ import annotations
 import http.client
 import json
 import math
+import re
+import socket
 import ssl
 import threading
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
-from dataclasses import dataclass, field
+from contextlib import closing, suppress
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -38,15 +41,21 @@ from posttrain.domain.errors import InfrastructureError, InputError
 from posttrain.engine.batch import TokenBatch
 from posttrain.engine.wide import TopK, WideRows
 
-PATIENCE = 300.0  # seconds for which a server may be unreachable
+PATIENCE = 300.0  # seconds for which a server may be away
+AT_FIRST = 60.0  # the same for a server that has never answered
+_OPENS = 120.0  # the same while the workers of a role start, after the controller has reached the server
 _CONNECTS, _SILENCE = 10.0, 600.0  # seconds for a connection, and for one answer
 _TOGETHER = 16  # requests at a time
 _PIECE, _MOST_BYTES = 1 << 20, 1 << 30  # of an answer
 _LONGEST_PAUSE = 5.0  # seconds between two tries
 _LATER = (408, 429)  # statuses after which a request is repeated, besides those of a failed server
-_OK, _FAILED = 200, 500
+_OK, _UNKNOWN, _FAILED = 200, 404, 500
+_KEYLESS = (401, 403)
+_CUT = (ssl.SSLEOFError, ssl.SSLZeroReturnError)  # errors of a connection that ended, and not of its certificate
 _SHOWN = 300  # characters of a server's message
 _ROUNDING = 0.01  # by which the probabilities of a row may exceed 1 in all
+_MOST_ID = 2**31  # token ids are below
+_KEY = re.compile(r"[A-Za-z0-9._~+/-]+=*")  # RFC 6750, section 2.1
 
 Row = Mapping[int, float]  # token → log-probability
 T = TypeVar("T")
@@ -58,50 +67,80 @@ class _AwayError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class RemoteSource:
-    """The address of a model: `RemoteSource("teacher", "https://teacher.example/v1", "big")`."""
+    """The address of a model: `RemoteSource("teacher", "https://teacher.example/v1", "big")`.
+
+    Raises:
+        InputError: the key has characters that no request can have.
+    """
 
     role: str
     url: str  # up to /v1
     model: str  # its name in requests
     key: str = field(default="", repr=False)
     patience: float = PATIENCE
+    identity: str = ""  # what the server must serve under this name; empty: not known yet
 
-    def open(self) -> RemoteModel:
-        """Return the model. Errors: see `RemoteModel`."""
-        return RemoteModel(self)
+    def __post_init__(self) -> None:
+        if self.key and not _KEY.fullmatch(self.key):
+            raise InputError(f"the key of {self.role} must have letters, digits and . _ ~ + / - =; export it again")
+
+    def open(self, patience: float = _OPENS) -> RemoteModel:
+        """Return the model; wait for at most `patience` seconds for its server. Errors: see `RemoteModel`."""
+        return RemoteModel(self, patience)
 
 
 class RemoteModel:
     """A model on another server.
 
     Raises:
-        InputError: the server does not have the model, or does not report its context.
+        InputError: the server does not have the model, or another one than `identity`, or does not report its context.
         InfrastructureError: the server does not answer.
     """
 
-    def __init__(self, source: RemoteSource) -> None:
+    def __init__(self, source: RemoteSource, patience: float) -> None:
         self._source, self._parts = source, urlsplit(source.url)
         self._base, self._name = self._parts.path.rstrip("/"), f"{source.role} at {source.url}"
         self._reading, self._ending, self._fingerprint = threading.Lock(), threading.Event(), ""
-        self._away = False  # whether the log has that the server does not answer
-        listed = self._ask("GET", f"{self._base}/models")
-        entries = self._read("a list of models", lambda: {str(one["id"]): one for one in listed["data"]})
-        if source.model not in entries:
-            known = ", ".join(sorted(entries))[:_SHOWN] or "none"
-            raise InputError(f"{self._name} must serve the model {source.model}, got {known}; correct `model`")
-        entry, most = entries[source.model], entries[source.model].get("max_model_len")
-        if not isinstance(most, int):
-            raise InputError(
-                f"{self._name} must report max_model_len of {source.model}, as vLLM, SGLang and Posttrain do, got "
-                f"{most!r:.40}; use one of these servers, or name a model instead of a URL"
-            )
+        self._away, self._connections = False, set[http.client.HTTPConnection]()
+        self.model = self.identity = ""
+        self.model, entry, most = self._patiently(self._entry, patience)
         self.context_length = most - 1  # a request generates one token after the sample
         self._sglang = entry.get("owned_by") == "sglang"
-        release = entry.get("digest") or entry.get("root") or ""
-        print(f"{self._name}: {source.model} {release}, context {most}")
+        self.identity = self._identity(entry)
+        if source.identity and self.identity != source.identity:
+            raise self._other(self.identity, source.identity)
+        self.about = self._line(f"{self._name}: {self.model}, {self.identity}, context {most}")
+
+    def _entry(self) -> tuple[str, Mapping[str, Any], int]:
+        """Return the model's name, its entry in the server's list, and the context."""
+        listed = self._ask_once("GET", f"{self._base}/models", None, lambda answer: answer)
+        entries = self._read("a list of models", lambda: {str(one["id"]): dict(one) for one in listed["data"]})
+        if not entries:
+            raise _AwayError("it serves no model yet")
+        own = [name for name, one in entries.items() if not one.get("parent")]
+        name = own[0] if self._source.model == "model" not in entries and len(own) == 1 else self._source.model
+        if name not in entries:
+            raise self._error(f"must serve the model {name}, got {', '.join(sorted(entries))}; correct `model`")
+        base = entries.get(str(entries[name].get("parent")), {})
+        most = entries[name].get("max_model_len") or base.get("max_model_len")  # vLLM's adapters have none
+        if type(most) is not int or most < 2:
+            raise self._error(
+                f"must report max_model_len of {name}, as vLLM, SGLang and Posttrain do, got {most!r:.40}; use one of "
+                "these servers, or name a model instead of a URL"
+            )
+        return name, entries[name], most
+
+    def _identity(self, entry: Mapping[str, Any]) -> str:
+        """Return what differs for another model of this name: serve-model's digest, or the folder that others list."""
+        told = f"digest {entry['digest']}" if entry.get("digest") else f"from {entry.get('root') or self.model}"
+        return self._line(told)
 
     def refuse_other_tokens(self, encode: Callable[[str], Sequence[int]], texts: Iterable[str]) -> None:
         """Check that the server divides texts into the student's tokens.
+
+        Args:
+            encode: returns the student's tokens of a text, without special tokens around it, but for SGLang, which adds
+                those of its tokenizer (`adds_special_tokens`).
 
         Raises:
             InputError: it divides a text into other tokens, or does not report its tokens.
@@ -109,93 +148,148 @@ class RemoteModel:
         for text in filter(None, texts):
             found, wanted = self._tokens(text), list(encode(text))
             if wanted != found:
-                there = next(
-                    (n for n, (own, other) in enumerate(zip(wanted, found, strict=False)) if own != other),
-                    min(len(wanted), len(found)),
+                pairs = enumerate(zip(wanted, found, strict=False))
+                there = next((n for n, (own, other) in pairs if own != other), min(len(wanted), len(found)))
+                raise self._error(
+                    f"must have the student's tokenizer, but it divides {text[:40]!r} into other tokens (from token "
+                    f"{there} on); serve a model of the student's family"
                 )
-                raise InputError(
-                    f"{self._name} must have the student's tokenizer, but it divides {text[:40]!a} into other tokens "
-                    f"(from token {there} on); serve a model of the student's family"
-                )
+
+    @property
+    def source(self) -> RemoteSource:
+        """The address of this model, for processes that must find the same model there."""
+        return replace(self._source, model=self.model, identity=self.identity)
+
+    @property
+    def adds_special_tokens(self) -> bool:
+        """Whether the server adds special tokens to texts in any case."""
+        return self._sglang
 
     def hold(self, batch: TokenBatch, width: int, vocabulary: int | None) -> WideRows:
         """Return the `width` likeliest tokens at every response token; see `FrozenWorker.hold`."""
         counts = batch.response_lengths.tolist()
         starts, held = [0, *accumulate(counts)], TopK.empty(sum(counts), width)
-        for document, _, rows in self._scored(batch, width, vocabulary):
+
+        def likeliest(rows: Sequence[Row]) -> TopK:
             shared = (_known(row, vocabulary) for row in rows)
-            likeliest = [sorted(row.items(), key=lambda one: (-one[1], one[0]))[:width] for row in shared]
-            ids = torch.tensor([[token for token, _ in row] for row in likeliest], dtype=torch.int32)
-            values = torch.tensor([[value for _, value in row] for row in likeliest])
-            held.rows(starts[document], starts[document + 1]).put(TopK(ids, values))
+            ordered = [sorted(row.items(), key=lambda one: (-one[1], one[0]))[:width] for row in shared]
+            ids = torch.tensor([[token for token, _ in row] for row in ordered], dtype=torch.int32)
+            return TopK(ids, torch.tensor([[value for _, value in row] for row in ordered]))
+
+        for document, _, found in self._scored(batch, width, vocabulary, lambda _, rows: likeliest(rows)):
+            held.rows(starts[document], starts[document + 1]).put(found)
         return WideRows(held, tuple(counts))
 
     def logprobs(self, batch: TokenBatch) -> Tensor:
         """Return the log-probability of every response token, and 0 for other tokens, [T]."""
-        found, tokens = torch.zeros(len(batch.tokens)), batch.tokens.tolist()
-        for _, places, rows in self._scored(batch, 0, None):
-            found[places] = torch.tensor([row[tokens[place]] for place, row in zip(places, rows, strict=True)])
+        found = torch.zeros(len(batch.tokens))
+
+        def own(tokens: Sequence[int], rows: Sequence[Row]) -> Tensor:
+            return torch.tensor([row[token] for token, row in zip(tokens, rows, strict=True)])
+
+        for _, places, values in self._scored(batch, 0, None, own):
+            found[places] = values
         return found
 
     def _scored(
-        self, batch: TokenBatch, width: int, vocabulary: int | None
-    ) -> Iterator[tuple[int, list[int], list[Row]]]:
-        """Yield each document with a response, the places of its response tokens in the batch, and their rows."""
+        self,
+        batch: TokenBatch,
+        width: int,
+        vocabulary: int | None,
+        take: Callable[[Sequence[int], Sequence[Row]], T],
+    ) -> Iterator[tuple[int, list[int], T]]:
+        """Yield each document with a response, the places of its response tokens in the batch, and what `take` makes.
+
+        `take` gets the response tokens and their rows, and runs before the next answer is read: the rows in Python's
+        objects are several times as large as the answer.
+        """
         starts, tokens = [0, *accumulate(batch.lengths)], batch.tokens.tolist()
         learned = torch.nonzero(batch.response_mask)[:, 0].tolist()
         ends = [bisect_left(learned, start) for start in starts]
 
-        def asked(document: int) -> tuple[int, list[int], list[Row]]:
+        def asked(document: int) -> tuple[int, list[int], T]:
             places, begin = learned[ends[document] : ends[document + 1]], starts[document]
-            text = tokens[begin : starts[document + 1]]
-            rows = self._rows(text, places[0] - begin, width)
-            self._check(rows, text[places[0] - begin :], width, vocabulary)
-            return document, places, [rows[place - places[0]] for place in places]  # without observations in between
+            text, first = tokens[begin : starts[document + 1]], places[0] - begin
+
+            def checked(rows: Sequence[Row]) -> T:
+                self._check(rows, text[first:], width, vocabulary)
+                own = [rows[place - places[0]] for place in places]  # without observations in between
+                return take([tokens[place] for place in places], own)
+
+            try:
+                return document, places, self._rows(text, first, width, checked)
+            except BaseException:
+                self._end()
+                raise
 
         pool = ThreadPoolExecutor(_TOGETHER, thread_name_prefix=self._source.role)
         try:
             yield from pool.map(asked, [one for one in range(batch.documents) if ends[one] < ends[one + 1]])
         finally:
-            self._ending.set()  # requests that wait for the server after an error of another end
             pool.shutdown(cancel_futures=True)
             self._ending.clear()
 
-    def _rows(self, tokens: Sequence[int], first: int, width: int) -> list[Row]:
-        """Return token → log-probability at each place from `first` on: of the place's own token, and the likeliest."""
+    def _end(self) -> None:
+        """End the requests of other threads, after an error of one."""
+        self._ending.set()
+        for one in list(self._connections):
+            with suppress(OSError, AttributeError):  # closed already
+                one.sock.shutdown(socket.SHUT_RDWR)
+
+    def probe(self, tokens: int, width: int) -> None:
+        """Ask for the likeliest tokens of a sample of this length, so that limits of the server appear early.
+
+        Raises:
+            InputError: the server refuses it.
+        """
+        text = [0] * min(tokens, self.context_length)
+        self._rows(text, 1, width, lambda rows: self._check(rows, text[1:], width, None))
+
+    def _rows(self, tokens: Sequence[int], first: int, width: int, take: Callable[[Sequence[Row]], T]) -> T:
+        """Return what `take` makes of token → log-probability at each place from `first` on.
+
+        Each place has its own token, and the `width` likeliest tokens.
+        """
         if not self._sglang:
             body = {"prompt": tokens, "max_tokens": 1, "temperature": 0, "prompt_logprobs": width}
-            choice = self._complete(body)
-            return self._read("prompt_logprobs of each token", lambda: list(_of_vllm(choice, first)))
+            what = f"prompt_logprobs of each token (top_k {width})"
+            return self._complete(body, lambda choice: take(self._read(what, lambda: list(_of_vllm(choice, first)))))
         body = {"input_ids": tokens, "logprob_start_len": first - 1, "top_logprobs_num": width}
-        meta, count = self._generate(body), len(tokens) - first
-        return self._read("input_top_logprobs of each token", lambda: list(_of_sglang(meta, count, width)))
+        what, count = f"input_top_logprobs of each token (top_k {width})", len(tokens) - first
+        return self._generate(body, lambda meta: take(self._read(what, lambda: list(_of_sglang(meta, count, width)))))
 
     def _tokens(self, text: str) -> list[int]:
         if self._sglang:
-            meta = self._generate({"text": text, "logprob_start_len": 0})
-            return self._read("the tokens of a text", lambda: [int(t) for _, t, *_ in meta["input_token_logprobs"]])
-        choice = self._complete({"prompt": text, "max_tokens": 1, "return_token_ids": True})
-        return self._read("prompt_token_ids", lambda: [int(token) for token in choice["prompt_token_ids"]])
+            body = {"text": text, "logprob_start_len": 0}
+            return self._generate(
+                body,
+                lambda meta: self._read(
+                    "input_token_logprobs", lambda: _ids(t for _, t, *_ in meta["input_token_logprobs"])
+                ),
+            )
+        body = {"prompt": text, "max_tokens": 1, "return_token_ids": True, "add_special_tokens": False}
+        return self._complete(
+            body, lambda choice: self._read("prompt_token_ids", lambda: _ids(choice["prompt_token_ids"]))
+        )
 
-    def _complete(self, body: Mapping[str, Any]) -> Any:
-        found = self._ask("POST", f"{self._base}/completions", {"model": self._source.model, **body})
-        self._same(str(self._read("an object", lambda: found.get("system_fingerprint") or "")))
-        return self._read("choices", lambda: found["choices"][0])
+    def _complete(self, body: Mapping[str, Any], take: Callable[[Any], T]) -> T:
+        def taken(answer: Any) -> T:
+            self._same(str(self._read("an object", lambda: answer.get("system_fingerprint") or "")))
+            return take(self._read("choices", lambda: answer["choices"][0]))
 
-    def _generate(self, body: Mapping[str, Any]) -> Any:
-        sampling = {"max_new_tokens": 0, "temperature": 0}
-        given = {"sampling_params": sampling, "return_logprob": True, **body}
-        found = self._ask("POST", f"{self._base.removesuffix('/v1')}/generate", given)
-        return self._read("meta_info", lambda: found["meta_info"])
+        return self._ask("completions", {"model": self.model, **body}, taken)
+
+    def _generate(self, body: Mapping[str, Any], take: Callable[[Any], T]) -> T:
+        given = {"sampling_params": {"max_new_tokens": 0, "temperature": 0}, "return_logprob": True, **body}
+        return self._ask("generate", given, lambda answer: take(self._read("meta_info", lambda: answer["meta_info"])))
 
     def _same(self, fingerprint: str) -> None:
-        with self._reading:
-            self._fingerprint = self._fingerprint or fingerprint
+        self._fingerprint = self._fingerprint or fingerprint
         if fingerprint != self._fingerprint:
-            raise InputError(
-                f"{self._name} must stay the same model during a stage, got {fingerprint[:80]!r} after "
-                f"{self._fingerprint[:80]!r}; serve one release, then retry"
-            )
+            raise self._other(fingerprint[:80], self._fingerprint[:80])
+
+    def _other(self, now: str, before: str) -> InputError:
+        return self._error(f"must stay the same model during a stage, got {now} after {before}; serve that one again")
 
     def _check(self, rows: Sequence[Row], tokens: Sequence[int], width: int, vocabulary: int | None) -> None:
         """Check the rows of one sample.
@@ -206,7 +300,7 @@ class RemoteModel:
         faults = (_fault(row, token, width, vocabulary) for row, token in zip(rows, tokens, strict=False))
         fault = "" if len(rows) == len(tokens) else f"{len(rows)} rows for {len(tokens)} tokens"
         if fault := fault or next(filter(None, faults), ""):
-            raise InputError(f"{self._name} must return the likeliest tokens of each response token, got {fault}")
+            raise self._error(f"must return the likeliest tokens of each response token, got {fault}")
 
     def _read(self, what: str, read: Callable[[], T]) -> T:
         """Return a part of an answer.
@@ -216,77 +310,117 @@ class RemoteModel:
         """
         try:
             return read()
-        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-            raise InputError(
-                f"{self._name} must answer {what}, as vLLM, SGLang and Posttrain do ({type(error).__name__}: {error}); "
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
+            raise self._error(
+                f"must answer {what}, as vLLM, SGLang and Posttrain do ({type(error).__name__}: {str(error)[:80]}); "
                 "use one of these servers, or name a model instead of a URL"
             ) from error
 
-    def _ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        """Return the JSON of an answer; ask again while the server is unreachable.
+    def _ask(self, route: str, body: Mapping[str, Any], take: Callable[[Any], T]) -> T:
+        """Return what `take` makes of the answer to a request; errors: see `_patiently`."""
+        base = self._base.removesuffix("/v1") if route == "generate" else self._base
+        data = json.dumps(body).encode()
+        return self._patiently(lambda: self._ask_once("POST", f"{base}/{route}", data, take))
+
+    def _patiently(self, ask: Callable[[], T], reachable: float = math.inf) -> T:
+        """Call `ask`, again while the server is away; then check that the server has the same model as before.
+
+        Args:
+            reachable: seconds within which a connection must be possible, if fewer than `patience`.
 
         Raises:
-            InputError: the server refuses the request, or its answer is not JSON.
-            InfrastructureError: the server was unreachable for longer than `patience`.
+            InputError: the server refuses the request, its answer has another form, or it serves another model now.
+            InfrastructureError: the server was away for longer than `patience`.
         """
-        until, tried = time.monotonic() + self._source.patience, 0
+        since, pause = 0.0, 0.2
         while True:
             try:
-                return self._ask_once(method, path, None if body is None else json.dumps(body).encode())
-            except ssl.SSLCertVerificationError as error:
-                raise InputError(
-                    f"{self._name} has a certificate that is not trusted here: {error}; correct it"
-                ) from error
-            except (_AwayError, OSError, http.client.HTTPException) as error:
-                why = " ".join(str(error).split())[:_SHOWN] or type(error).__name__
-                if time.monotonic() >= until or self._ending.is_set():
-                    patience = f"{self._source.patience:g} s"
+                if self.identity and since:
+                    self._refuse_other_model()
+                found = ask()
+                self._away = False
+                return found
+            except (_AwayError, OSError, UnicodeError, http.client.HTTPException) as error:
+                why, now = self._line(str(error) or type(error).__name__), time.monotonic()
+                since = since or now
+                if isinstance(error, ssl.SSLError | UnicodeError) and not isinstance(error, _CUT):
+                    raise self._error(f"cannot be reached ({why}); correct the url, or the certificate") from error
+                patience = self._source.patience
+                patience = patience if isinstance(error, _AwayError) else min(patience, reachable)
+                if now >= since + patience or self._ending.is_set():
                     raise InfrastructureError(
-                        f"{self._name} did not answer within {patience} ({why}); check the server, then retry"
+                        f"{self._name} did not answer for {patience:g} s ({why}); check the url and the server, then "
+                        "retry"
                     ) from error
                 if not self._away:
-                    print(f"{self._name} does not answer ({why}); trying for {self._source.patience:g} s", flush=True)
+                    print(f"{self._name} does not answer ({why}); trying for {patience:g} s", flush=True)
                 self._away = True
-                self._ending.wait(min(0.2 * 2**tried, _LONGEST_PAUSE))
-                tried += 1
+                self._ending.wait(min(pause, _LONGEST_PAUSE, since + patience - now))
+                pause *= 2
 
-    def _ask_once(self, method: str, path: str, body: bytes | None) -> Any:
+    def _refuse_other_model(self) -> None:
+        _, entry, _ = self._entry()
+        if (now := self._identity(entry)) != self.identity:
+            raise self._other(now, self.identity)
+
+    def _ask_once(self, method: str, path: str, body: bytes | None, take: Callable[[Any], T]) -> T:
+        """Send one request; return what `take` makes of the JSON of its answer, one answer at a time."""
         until = time.monotonic() + _SILENCE
         secure, key = self._parts.scheme == "https", self._source.key
         opened = http.client.HTTPSConnection if secure else http.client.HTTPConnection
         with closing(opened(str(self._parts.hostname), self._parts.port, timeout=_CONNECTS)) as connection:
             connection.connect()
             connection.sock.settimeout(_SILENCE)
-            kept = {"content-type": "application/json"} if body else {}
-            connection.request(method, path, body, kept | ({"authorization": f"Bearer {key}"} if key else {}))
-            response, data = connection.getresponse(), bytearray()
-            while piece := response.read1(_PIECE):
-                data += piece
-                if len(data) > _MOST_BYTES or time.monotonic() > until:
-                    raise _AwayError(f"an answer must end within {_SILENCE:g} s and {_MOST_BYTES} bytes")
+            self._connections.add(connection)
+            try:
+                kept = {"content-type": "application/json"} if body else {}
+                connection.request(method, path, body, kept | ({"authorization": f"Bearer {key}"} if key else {}))
+                response, data = connection.getresponse(), bytearray()
+                while piece := response.read1(_PIECE):
+                    data += piece
+                    if len(data) > _MOST_BYTES or time.monotonic() > until:
+                        raise _AwayError(f"an answer must end within {_SILENCE:g} s and {_MOST_BYTES} bytes")
+            finally:
+                self._connections.discard(connection)
+        if response.length:
+            raise _AwayError(f"its answer ended {response.length} bytes early")
         if response.status >= _FAILED or response.status in _LATER:
             raise _AwayError(f"status {response.status}: {self._message(data)}")
         if response.status != _OK:
-            raise InputError(f"{self._name} refused {path} with status {response.status}: {self._message(data)}")
-        with self._reading:  # an answer in Python's objects is several times as large, so one at a time
-            self._away = False
-            return self._read("JSON", lambda: json.loads(data))
+            why = f"{self._message(data)}{self._hint(response)}"
+            raise self._error(f"refused {path} with status {response.status}: {why}")
+        with self._reading:
+            return take(self._read("JSON", lambda: json.loads(data)))
+
+    def _hint(self, response: http.client.HTTPResponse) -> str:
+        if response.status in _KEYLESS:
+            return "; its key is refused" if self._source.key else "; name the variable with its key in `key`"
+        ends = self._parts.path.rstrip("/").endswith("/v1")
+        return "; the url usually ends in /v1" if response.status == _UNKNOWN and not ends else ""
 
     def _message(self, data: bytearray) -> str:
-        """Return a server's message in one line, without the key."""
+        """Return a server's message."""
         try:
             found = json.loads(data)
-            found = found.get("error", found)
+            found = found.get("error", found.get("detail", found))
             text = str(found.get("message", found) if isinstance(found, dict) else found)
-        except (ValueError, AttributeError):
+        except (ValueError, AttributeError, RecursionError):
             text = data[: 4 * _SHOWN].decode(errors="replace")
-        text = " ".join(text.split())
-        return ascii(text.replace(self._source.key, "[key]") if self._source.key else text)[1:-1][:_SHOWN]
+        return self._line(text)[:_SHOWN]
+
+    def _line(self, text: str) -> str:
+        """Return a text that may be the server's in one line of ASCII, without the key."""
+        text = text.replace(self._source.key, "[key]") if self._source.key else text
+        plain = "".join(one if one.isprintable() else " " for one in text[: 4 * _SHOWN])
+        return " ".join(plain.split()).encode("ascii", "backslashreplace").decode()
+
+    def _error(self, text: str) -> InputError:
+        return InputError(self._line(f"{self._name} {text}"))
 
 
 def _known(row: Row, vocabulary: int | None) -> Row:
     """Return the tokens of a row that are in the student's vocabulary; a teacher's may be padded."""
-    return {token: value for token, value in row.items() if 0 <= token < (vocabulary or math.inf)}
+    return {token: value for token, value in row.items() if 0 <= token < (vocabulary or _MOST_ID)}
 
 
 def _fault(row: Row, token: int, width: int, vocabulary: int | None) -> str:
@@ -294,9 +428,16 @@ def _fault(row: Row, token: int, width: int, vocabulary: int | None) -> str:
     if token not in row:
         return f"a row without its own token {token}"
     if (shared := len(_known(row, vocabulary))) < width:
-        return f"{shared} likeliest tokens of the student's vocabulary ({vocabulary}) instead of {width}"
+        few = f"{shared} likeliest tokens of the student's vocabulary ({vocabulary}) instead of {width}"
+        return f"{few}; serve a model of the student's family, or lower top_k"
+    if odd := next((value for value in row.values() if not math.isfinite(value)), None):
+        return f"a log-probability of {odd}"
     total = sum(map(math.exp, row.values())) if max(row.values()) <= 1 else math.inf
     return "" if total <= 1 + _ROUNDING else f"probabilities of {total:.3g} in all"
+
+
+def _ids(given: Iterable[Any]) -> list[int]:
+    return [int(one) for one in given]
 
 
 def _of_vllm(choice: Any, first: int) -> Iterator[Row]:

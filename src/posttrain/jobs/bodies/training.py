@@ -15,7 +15,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -25,12 +25,12 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from posttrain.data.rows import prompt_text, read_rows, uniform
-from posttrain.domain.canonical import derive_seed
-from posttrain.domain.errors import InputError
+from posttrain.domain.canonical import derive_seed, digest_json
+from posttrain.domain.errors import InputError, IntegrityError
 from posttrain.domain.jobs import GANG, JobResult, Metric, Note, Output, Progress
 from posttrain.domain.rendering import check_labels, labels_of
 from posttrain.domain.rewards import reward_slots
-from posttrain.domain.roles import ROLLOUT, RoleSpec, in_pools
+from posttrain.domain.roles import ROLLOUT, RoleSpec, in_pools, role_named
 from posttrain.engine.assembly import FrozenSource, PoolOf, open_learner, open_roles
 from posttrain.engine.batch import Document
 from posttrain.engine.config import (
@@ -69,7 +69,7 @@ from posttrain.engine.models.files import (
 from posttrain.engine.models.language_model import adopt_module
 from posttrain.engine.recipes.algorithm import RolloutAlgorithm, RowAlgorithm
 from posttrain.engine.recipes.dataflow import algorithm_of
-from posttrain.engine.roles.remote import RemoteSource
+from posttrain.engine.roles.remote import AT_FIRST, PATIENCE, RemoteModel, RemoteSource
 from posttrain.engine.roles.training import FrozenWorker, TrainWorker
 from posttrain.engine.samples import Prompt
 from posttrain.engine.scores import (
@@ -240,6 +240,7 @@ class Trained:
     save_model: Callable[[Path], object]
     tokenizer: PreTrainedTokenizerBase
     over: str = ""  # the input whose files the model extends by an adapter; "": the model is complete
+    remote: tuple[RemoteModel, ...] = ()  # models of roles on other servers
 
     def write(self, folder: Path) -> None:
         """Write the current model in Hugging Face format, or its adapter in peft's."""
@@ -382,18 +383,22 @@ def _on_policy(
             _check_teacher(job.input("model"), job.input(role.model), job.label(role.model), role)
     sources: dict[str, FrozenSource] = {role.name: _source(job, config, role) for role in own}
     remote = {name: _remote(job, name, one) for name, one in config.remote.items()}
-    sources |= remote
+    sources |= {name: one.source for name, one in remote.items()}
     model, stop = cast(ModelSource, sources[own[0].name]), (*config.stop, *algorithm.source.stop)
     roles = open_roles(config, model, job.order.seed, pool_of, sources=sources, stop=stop)
     context = roles.made.one(TrainWorker.context_length)
     others = [one.one(FrozenWorker.context_length) for one in roles.frozen.values()]
     others += [one.one(TrainWorker.context_length) for one in roles.learners.values()]
     context = min([context, *others])
-    train = _prompts(job, "data", tokenizer, context, config.response_tokens, None)
-    for one in remote.values():
-        one.open().refuse_other_tokens(
-            tokenizer.encode, (prompt.text[:_COMPARED] for prompt in train[:_COMPARED_TEXTS])
-        )
+    short = [one.about for one in remote.values() if one.context_length == context]
+    try:
+        train = _prompts(job, "data", tokenizer, context, config.response_tokens, None)
+    except InputError as error:
+        raise InputError(f"{error}; the context is that of {short[0]}" if short else str(error)) from error
+    for name, model_there in remote.items():
+        _compare_tokens(model_there, tokenizer, train)
+        longest = max(len(row.tokens) for row in train)
+        model_there.probe(longest + config.response_tokens, _width(config, name))
     scorer = _scorer(job, config, roles, tokenizer, train, stack, placed=algorithm.reads_token_scores)
     _tell_unused(job, config, algorithm)
     recipe = OnPolicy(
@@ -402,18 +407,46 @@ def _on_policy(
         text=partial(response_text, tokenizer),
         environment=_environment(job, config, algorithm, tokenizer, stack),
     )
-    return _trained(recipe, config, tokenizer)
+    return replace(_trained(recipe, config, tokenizer), remote=tuple(remote.values()))
 
 
-def _remote(job: Job, role: str, given: ServedConfig) -> RemoteSource:
-    """Return the address of a role's model, with the key from the job's environment.
+def _remote(job: Job, role: str, given: ServedConfig) -> RemoteModel:
+    """Return a role's model on another server, with the key from the job's environment.
 
     Raises:
-        InputError: the environment has no such key.
+        InputError: the environment has no such key; the server does not have the model.
+        InfrastructureError: the server does not answer. One that was never reached is given up early.
     """
     if given.key is not None and given.key not in job.secrets:
         raise InputError(f"{role}.key: the job's environment has no {given.key}; export it where the run is driven")
-    return RemoteSource(role, str(given.url), given.model, job.secrets[given.key] if given.key else "")
+    key = job.secrets[given.key].strip() if given.key else ""
+    found = RemoteSource(role, str(given.url), given.model, key).open(PATIENCE if job.order.resume else AT_FIRST)
+    print(found.about)
+    return found
+
+
+def _compare_tokens(model: RemoteModel, tokenizer: PreTrainedTokenizerBase, train: list[Prompt]) -> None:
+    """Check that a server has the student's tokenizer, by prompts, special tokens and a share of the vocabulary.
+
+    Raises:
+        InputError: it divides one of these texts into other tokens.
+    """
+    size, most = len(tokenizer), model.context_length
+    prompts = [tokenizer.decode(prompt.tokens[:_COMPARED]) for prompt in train[:_COMPARED_TEXTS]]
+    vocabulary = "".join(tokenizer.decode([token]) for token in range(0, size, -(-size // _COMPARED)))
+
+    def encode(text: str) -> list[int]:
+        return list(tokenizer.encode(text, add_special_tokens=model.adds_special_tokens))
+
+    for text in (*prompts, " ".join(tokenizer.get_added_vocab()), vocabulary):
+        step = len(text) if len(encode(text)) <= most else max(1, (most - 4) // 4)  # a character has at most four bytes
+        model.refuse_other_tokens(encode, (text[begin : begin + step] for begin in range(0, len(text), step)))
+
+
+def _width(config: SamplingConfig, role: str) -> int:
+    """Return the likeliest tokens that a role computes at each place, as far as the configuration has it."""
+    found = role_named(config.roles(), role)
+    return found.wide // 8 if found else 0
 
 
 def _tell_unused(job: Job, config: SamplingConfig, algorithm: RolloutAlgorithm) -> None:
@@ -563,7 +596,7 @@ def _controller(job: Job, trained: Trained, config: TrainingConfig, recorder: Re
     controller = Controller(
         recipe=trained.recipe,
         checkpoints=job.folder / "checkpoints",
-        fingerprint=job.fingerprint(),
+        fingerprint=_fingerprint(job, trained),
         every=config.runtime.checkpoint_every,
         sink=job.sink,
         flush=job.flush,
@@ -581,8 +614,20 @@ def _controller(job: Job, trained: Trained, config: TrainingConfig, recorder: Re
         best=BestModel(job.folder / "best", trained.write) if config.keep_best else None,
     )
     if job.order.resume:
-        controller.resume(materialise(job.blobs, job.order.resume, Path(job.order.cache_dir)))
+        try:
+            controller.resume(materialise(job.blobs, job.order.resume, Path(job.order.cache_dir)))
+        except IntegrityError as error:
+            if not trained.remote:
+                raise
+            served = "; ".join(one.about for one in trained.remote)
+            raise IntegrityError(f"{error}; or a server has another model than before, now {served}") from error
     return controller
+
+
+def _fingerprint(job: Job, trained: Trained) -> str:
+    """Return the job's fingerprint; models on other servers count, since no attempt may continue with others."""
+    served = [one.identity for one in trained.remote]
+    return digest_json([job.fingerprint(), *served]) if served else job.fingerprint()
 
 
 def _orders(job: Job) -> Callable[[], Order]:
