@@ -132,6 +132,9 @@ def test_a_server_that_is_killed_and_started_again_teaches_on(home: Workbench) -
         done = home.finish(process)
         assert done.code == 0, done.err
     assert len(agreement(home, found)) == 12, "no step was computed again"
+    (attempt,) = home.attempts(found, "distill")
+    notes = [fact.message for fact in home.facts(attempt) if isinstance(fact, Note)]
+    assert [line.split("/v1 ")[1][:15] for line in notes if "/v1 " in line] == ["does not answer", "answers again a"]
     same(home, found, whole)
 
 
@@ -162,8 +165,11 @@ def test_another_attempt_needs_the_same_teacher(home: Workbench) -> None:
         home.wait("the run", lambda: home.run_id().startswith("swapped"))
         found = home.run_id()
         home.wait("a step", lambda: len(agreement(home, found)) > 1)
+        other.process.kill()
+        other.process.wait()
+        home.wait("a request in vain", lambda: "does not answer" in log(home, found))
         home.run("stop", found)
-        home.finish(process)
+        assert "was killed" not in home.finish(process).out
     with serving(home, "model:student", "--name", "big", port=port):
         failed = home.run("retry", found, code=None)
     assert failed.code != 0

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from test_engine_distill import TEACHER, config, recipe
 from test_engine_recipes import TINY, TOKENIZER, quiet
 
-from posttrain.domain.errors import InfrastructureError, InputError
+from posttrain.domain.errors import InfrastructureError, InputError, StoppedError
 from posttrain.domain.roles import keys_of_servers
 from posttrain.engine.batch import Document, TokenBatch
 from posttrain.engine.config import DataflowConfig
@@ -273,6 +273,15 @@ def test_a_server_without_the_model_is_refused(entry: Any, told: str) -> None:
         worker(url)
     assert told in str(raised.value)
     assert "\n" not in str(raised.value)
+
+
+def test_waiting_ends_when_a_stop_is_requested() -> None:
+    told = list[str]()
+    source = RemoteSource("teacher", "http://127.0.0.1:9/v1", "big", tell=told.append, stopping=lambda: bool(told))
+    with pytest.raises(StoppedError):
+        source.open()
+    assert len(told) == 1
+    assert told[0].startswith("teacher at http://127.0.0.1:9/v1 does not answer (")
 
 
 def test_a_server_that_loads_its_model_is_waited_for() -> None:

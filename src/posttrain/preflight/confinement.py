@@ -222,9 +222,10 @@ def check_servers(manifest: Manifest, source: Path) -> Iterator[str]:
                     f"{source}: stages.{stage.name}.{field}: a job in an image has no network, so it cannot reach "
                     f"{one['url']}; remove the field image, or name a model of this project"
                 )
+            named = "a model" if one.get("model", "model") == "model" else f"the model {one['model']}"
             yield (
-                f"{stage.name}: {field} is the model {one.get('model', 'model')} at {one['url']}; the manifest does "
-                "not pin it, so another run may have another result"
+                f"{stage.name}: {field} is {named} at {one['url']}; the manifest does not pin it, so another run may "
+                "have another result"
             )
             where = urlsplit(one["url"])
             if one.get("key") and where.scheme == "http" and where.hostname not in ("localhost", "127.0.0.1"):

@@ -37,7 +37,7 @@ from urllib.parse import urlsplit
 import torch
 from torch import Tensor
 
-from posttrain.domain.errors import InfrastructureError, InputError
+from posttrain.domain.errors import InfrastructureError, InputError, StoppedError
 from posttrain.engine.batch import TokenBatch
 from posttrain.engine.wide import TopK, WideRows
 
@@ -61,6 +61,10 @@ Row = Mapping[int, float]  # token → log-probability
 T = TypeVar("T")
 
 
+def _printed(line: str) -> None:
+    print(line, flush=True)
+
+
 class _AwayError(Exception):
     """The server does not answer, or not yet."""
 
@@ -79,6 +83,8 @@ class RemoteSource:
     key: str = field(default="", repr=False)
     patience: float = PATIENCE
     identity: str = ""  # what the server must serve under this name; empty: not known yet
+    tell: Callable[[str], None] = field(default=_printed, compare=False, repr=False)  # reports that the server is away
+    stopping: Callable[[], bool] = field(default=bool, compare=False, repr=False)  # whether waiting must end
 
     def __post_init__(self) -> None:
         if self.key and not _KEY.fullmatch(self.key):
@@ -100,8 +106,9 @@ class RemoteModel:
     def __init__(self, source: RemoteSource, patience: float) -> None:
         self._source, self._parts = source, urlsplit(source.url)
         self._base, self._name = self._parts.path.rstrip("/"), f"{source.role} at {source.url}"
-        self._reading, self._ending, self._fingerprint = threading.Lock(), threading.Event(), ""
-        self._away, self._connections = False, set[http.client.HTTPConnection]()
+        self._reading, self._telling = threading.Lock(), threading.Lock()
+        self._ending, self._fingerprint = threading.Event(), ""
+        self._away, self._connections = 0.0, set[http.client.HTTPConnection]()  # since when; 0: it answers
         self.model = self.identity = ""
         self.model, entry, most = self._patiently(self._entry, patience)
         self.context_length = most - 1  # a request generates one token after the sample
@@ -331,6 +338,7 @@ class RemoteModel:
         Raises:
             InputError: the server refuses the request, its answer has another form, or it serves another model now.
             InfrastructureError: the server was away for longer than `patience`.
+            StoppedError: a stop was requested while the server was away.
         """
         since, pause = 0.0, 0.2
         while True:
@@ -338,7 +346,7 @@ class RemoteModel:
                 if self.identity and since:
                     self._refuse_other_model()
                 found = ask()
-                self._away = False
+                self._report("")
                 return found
             except (_AwayError, OSError, UnicodeError, http.client.HTTPException) as error:
                 why, now = self._line(str(error) or type(error).__name__), time.monotonic()
@@ -352,11 +360,19 @@ class RemoteModel:
                         f"{self._name} did not answer for {patience:g} s ({why}); check the url and the server, then "
                         "retry"
                     ) from error
-                if not self._away:
-                    print(f"{self._name} does not answer ({why}); trying for {patience:g} s", flush=True)
-                self._away = True
+                self._report(f"does not answer ({why}); trying for {patience:g} s")
+                if self._source.stopping():
+                    raise StoppedError(f"{self._name} was awaited when the stop was requested") from error
                 self._ending.wait(min(pause, _LONGEST_PAUSE, since + patience - now))
                 pause *= 2
+
+    def _report(self, trouble: str) -> None:
+        """Report that the server is away, or answers again, once for all requests."""
+        with self._telling:
+            now, since = time.monotonic(), self._away
+            if bool(trouble) != bool(since):
+                self._away = now if trouble else 0.0
+                self._source.tell(f"{self._name} {trouble or f'answers again after {now - since:.0f} s'}")
 
     def _refuse_other_model(self) -> None:
         _, entry, _ = self._entry()

@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerBase
 
 from posttrain.data.rows import prompt_text, read_rows, uniform
 from posttrain.domain.canonical import derive_seed, digest_json
-from posttrain.domain.errors import InputError, IntegrityError
+from posttrain.domain.errors import InputError, IntegrityError, StoppedError
 from posttrain.domain.jobs import GANG, JobResult, Metric, Note, Output, Progress
 from posttrain.domain.rendering import check_labels, labels_of
 from posttrain.domain.rewards import reward_slots
@@ -264,6 +264,8 @@ def body(job: Job) -> JobResult:
                 folder.mkdir(parents=True, exist_ok=True)
                 trained.write(folder)
                 best = _leave_best(job, controller, trained.over)
+        except StoppedError:  # in the middle of a step, so the next attempt continues from the last checkpoint
+            return JobResult("stopped", metrics=slower | sizes, tokens=controller.tokens)
         except Exception as error:
             return failed(error, controller.tokens)
     metrics = outcome.metrics | slower | sizes
@@ -382,7 +384,7 @@ def _on_policy(
         elif role.model != "model":
             _check_teacher(job.input("model"), job.input(role.model), job.label(role.model), role)
     sources: dict[str, FrozenSource] = {role.name: _source(job, config, role) for role in own}
-    remote = {name: _remote(job, name, one) for name, one in config.remote.items()}
+    remote = {name: _remote(job, config, name, one) for name, one in config.remote.items()}
     sources |= {name: one.source for name, one in remote.items()}
     model, stop = cast(ModelSource, sources[own[0].name]), (*config.stop, *algorithm.source.stop)
     roles = open_roles(config, model, job.order.seed, pool_of, sources=sources, stop=stop)
@@ -410,7 +412,7 @@ def _on_policy(
     return replace(_trained(recipe, config, tokenizer), remote=tuple(remote.values()))
 
 
-def _remote(job: Job, role: str, given: ServedConfig) -> RemoteModel:
+def _remote(job: Job, config: SamplingConfig, role: str, given: ServedConfig) -> RemoteModel:
     """Return a role's model on another server, with the key from the job's environment.
 
     Raises:
@@ -420,9 +422,19 @@ def _remote(job: Job, role: str, given: ServedConfig) -> RemoteModel:
     if given.key is not None and given.key not in job.secrets:
         raise InputError(f"{role}.key: the job's environment has no {given.key}; export it where the run is driven")
     key = job.secrets[given.key].strip() if given.key else ""
-    found = RemoteSource(role, str(given.url), given.model, key).open(PATIENCE if job.order.resume else AT_FIRST)
+    source = RemoteSource(role, str(given.url), given.model, key)
+    if config.placement.is_inline and config.runtime.ray_address is None:  # workers elsewhere have only the log
+        source = replace(source, tell=partial(_warn, job), stopping=job.stopping)
+    found = source.open(PATIENCE if job.order.resume else AT_FIRST)
     print(found.about)
     return found
+
+
+def _warn(job: Job, line: str) -> None:
+    """Report a warning at once; the controller waits for the worker that reports it, so no other thread does."""
+    print(line, flush=True)
+    job.sink(Note(line, time.time(), "warning"))
+    job.flush()
 
 
 def _compare_tokens(model: RemoteModel, tokenizer: PreTrainedTokenizerBase, train: list[Prompt]) -> None:
