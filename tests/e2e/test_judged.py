@@ -123,7 +123,9 @@ def test_audit_29_a_judge_s_key_reaches_its_reward_and_no_record(home: Workbench
         spec = {"name": "judged", "owner": "e2e", "seed": 1, "model": "model:tiny", "data": {"open": "./open.jsonl"}}
         home.write("run.yaml", {**spec, "rewards": {"judged": use}, "stages": stages})
         refused = home.run("run", "run.yaml", code=2)
-        assert "secrets: JUDGE_KEY: the driver's environment must contain 8 characters or more" in refused.error
+        assert (
+            "secrets: JUDGE_KEY: the driver's environment must contain it, with 8 characters or more" in refused.error
+        )
         done = home.run("run", "run.yaml", env={"JUDGE_KEY": key})
     run = home.run_id()
     assert asked

@@ -199,6 +199,6 @@ def test_audit_29_a_short_secret_is_refused_by_whoever_drives_before_the_first_s
     assert bench.drive(run_id).state == "failed"
     assert bench.executor.launched == []
     assert (
-        "secrets: JUDGE_KEY: the driver's environment must contain 8 characters or more"
+        "secrets: JUDGE_KEY: the driver's environment must contain it, with 8 characters or more"
         in bench.stage(run_id, "sft").message
     )

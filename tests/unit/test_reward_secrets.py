@@ -50,7 +50,7 @@ def test_audit_29_a_secret_that_is_not_set_is_refused_before_anything_is_submitt
         told = world(verb, "run.yaml")
         assert (told.exit_code, len(told.stderr.splitlines())) == (2, 1)
         assert (
-            "stages.grpo: reward:sort@1: secrets: JUDGE_KEY: the driver's environment must contain 8 characters or more"
+            "stages.grpo: reward:sort@1: secrets: JUDGE_KEY: the driver's environment must contain it, with 8 characters or more"
             in told.stderr
         )
     assert world.json("ls")["runs"] == []
@@ -78,7 +78,10 @@ def test_a_measurement_without_a_run_file_names_what_its_reward_gets(
     assert (told.exit_code, "--network needs a reward, got none" in told.stderr) == (2, True)
     monkeypatch.delenv("JUDGE_KEY", raising=False)
     told = world(*measure, "--reward", "sort")
-    assert (told.exit_code, "secrets: JUDGE_KEY: the driver's environment must contain 8" in told.stderr) == (2, True)
+    assert (told.exit_code, "secrets: JUDGE_KEY: the driver's environment must contain it, with 8" in told.stderr) == (
+        2,
+        True,
+    )
     assert world.json("ls")["runs"] == []
     monkeypatch.setenv("JUDGE_KEY", KEY)
     run = world.json(*measure, "--reward", "sort")["run"]
@@ -93,7 +96,10 @@ def test_audit_29_a_lock_is_held_against_it_too(world: World, monkeypatch: pytes
     world.ok("lock", "run.yaml")
     monkeypatch.delenv("JUDGE_KEY")
     told = world("run", "run.lock.json")
-    assert (told.exit_code, "secrets: JUDGE_KEY: the driver's environment must contain 8" in told.stderr) == (2, True)
+    assert (told.exit_code, "secrets: JUDGE_KEY: the driver's environment must contain it, with 8" in told.stderr) == (
+        2,
+        True,
+    )
 
 
 def test_audit_29_a_server_gives_a_secret_to_the_project_that_its_configuration_names(

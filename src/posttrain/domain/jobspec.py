@@ -65,10 +65,9 @@ def secret_fault(name: str) -> str:
     A short value could not be distinguished from ordinary text in a reward's output.
     """
     got = len(" ".join(os.environ.get(name, "").split()))
-    if not got:
-        return f"secrets: {name}: the driver's environment must contain it, but it is not set; export it"
-    short = f"must have {SHORTEST_SECRET} characters or more, so that it can be removed from logs, got {got}"
-    return "" if got >= SHORTEST_SECRET else f"secrets: {name}: {short}; use a longer one"
+    found = f"got {got}, which logs could not be freed of; use a longer one" if got else "but it is not set; export it"
+    needed = f"the driver's environment must contain it, with {SHORTEST_SECRET} characters or more"
+    return "" if got >= SHORTEST_SECRET else f"secrets: {name}: {needed}, {found}"
 
 
 @dataclass(frozen=True, slots=True)
