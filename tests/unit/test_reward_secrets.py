@@ -50,7 +50,7 @@ def test_audit_29_a_secret_that_is_not_set_is_refused_before_anything_is_submitt
         told = world(verb, "run.yaml")
         assert (told.exit_code, len(told.stderr.splitlines())) == (2, 1)
         assert (
-            "stages.grpo: reward:sort@1: secrets: JUDGE_KEY: the driver's environment must contain it, with 8 characters"
+            "stages.grpo: reward:sort@1: secrets: JUDGE_KEY: the driver's environment must contain it, with 8"
             in told.stderr
         )
     assert world.json("ls")["runs"] == []
