@@ -1,8 +1,9 @@
-"""A model that a job serves to its own programs: a separate server (`posttrain.serving`), which ends with the job.
+"""Models that a job serves to its own programs, and models of its roles on other servers.
 
-The server answers only callers with the job's key. What they spend counts as the job's: the server computes an answer
-when the most that it can spend was granted, and a grant is recorded before the server receives it. So the budget holds
-also for a program that asks for too much, and after a kill.
+A model that the job serves has a separate server (`posttrain.serving`), which ends with the job. The server answers
+only callers with the job's key. What they spend counts as the job's: the server computes an answer when the most that
+it can spend was granted, and a grant is recorded before the server receives it. So the budget holds also for a program
+that asks for too much, and after a kill.
 """
 
 from __future__ import annotations
@@ -16,14 +17,20 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Self
 from urllib.parse import urlsplit
+
+from transformers import PreTrainedTokenizerBase
 
 from posttrain.domain.errors import BudgetExceededError, InfrastructureError, InputError, JobFailedError
 from posttrain.domain.jobs import Note, tokens_short
 from posttrain.domain.roles import SERVED
+from posttrain.engine.config import SamplingConfig
 from posttrain.engine.config.training import written
+from posttrain.engine.roles.remote import AT_FIRST, PATIENCE, RemoteModel, RemoteSource
+from posttrain.engine.samples import Prompt
 from posttrain.engine.settings import InferenceRuntimeConfig, ServedConfig
 from posttrain.execution.processes import without_keys
 from posttrain.jobs.entry import Job
@@ -31,6 +38,7 @@ from posttrain.jobs.entry import Job
 LOADING = 3600.0  # seconds within which a model must be loaded
 _GRANT = 1 << 16  # tokens beyond those that are needed
 _ENDS = 15.0  # seconds in which a server without requests ends
+_COMPARED_PROMPTS, _COMPARED = 8, 400  # prompts by which tokenizers are compared; tokens of each, and of the vocabulary
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +80,49 @@ def open_models(job: Job, models: Mapping[str, ServedConfig], stack: ExitStack) 
         job.tell_fallbacks(served.facts["fallbacks"])
         found[name] = Reached(f"{served.url}/v1", urlsplit(served.url).netloc, "model", served.key, "", served)
     return found
+
+
+def open_remote(job: Job, config: SamplingConfig, role: str, given: ServedConfig) -> RemoteModel:
+    """Return a role's model on another server, with the key from the job's environment.
+
+    Raises:
+        InputError: the environment has no such key; the server does not have the model.
+        InfrastructureError: the server does not answer. One that was never reached is given up early.
+    """
+    if given.key is not None and given.key not in job.secrets:
+        raise InputError(f"{role}.key: the job's environment has no {given.key}; export it where the run is driven")
+    key = job.secrets[given.key].strip() if given.key else ""
+    source = RemoteSource(role, str(given.url), given.model, key)
+    if config.placement.is_inline and config.runtime.ray_address is None:  # workers elsewhere have only the log
+        source = replace(source, tell=partial(_warn, job), stopping=job.stopping)
+    found = source.open(PATIENCE if job.order.resume else AT_FIRST)
+    print(found.about)
+    return found
+
+
+def _warn(job: Job, line: str) -> None:
+    """Report a warning at once; the controller waits for the worker that reports it, so no other thread does."""
+    print(line, flush=True)
+    job.sink(Note(line, time.time(), "warning"))
+    job.flush()
+
+
+def compare_tokens(model: RemoteModel, tokenizer: PreTrainedTokenizerBase, train: list[Prompt]) -> None:
+    """Check that a server has the student's tokenizer, by prompts, special tokens and a share of the vocabulary.
+
+    Raises:
+        InputError: it divides one of these texts into other tokens.
+    """
+    size, most = len(tokenizer), model.context_length
+    prompts = [tokenizer.decode(prompt.tokens[:_COMPARED]) for prompt in train[:_COMPARED_PROMPTS]]
+    vocabulary = "".join(tokenizer.decode([token]) for token in range(0, size, -(-size // _COMPARED)))
+
+    def encode(text: str) -> list[int]:
+        return list(tokenizer.encode(text, add_special_tokens=model.adds_special_tokens))
+
+    for text in (*prompts, " ".join(tokenizer.get_added_vocab()), vocabulary):
+        step = len(text) if len(encode(text)) <= most else max(1, (most - 4) // 4)  # a character has at most four bytes
+        model.refuse_other_tokens(encode, (text[begin : begin + step] for begin in range(0, len(text), step)))
 
 
 class ServedModel:

@@ -69,7 +69,7 @@ from posttrain.engine.models.files import (
 from posttrain.engine.models.language_model import adopt_module
 from posttrain.engine.recipes.algorithm import RolloutAlgorithm, RowAlgorithm
 from posttrain.engine.recipes.dataflow import algorithm_of
-from posttrain.engine.roles.remote import AT_FIRST, PATIENCE, RemoteModel, RemoteSource
+from posttrain.engine.roles.remote import RemoteModel
 from posttrain.engine.roles.training import FrozenWorker, TrainWorker
 from posttrain.engine.samples import Prompt
 from posttrain.engine.scores import (
@@ -81,11 +81,11 @@ from posttrain.engine.scores import (
     TextEnvironment,
     response_text,
 )
-from posttrain.engine.settings import InferenceRuntimeConfig, ServedConfig
+from posttrain.engine.settings import InferenceRuntimeConfig
 from posttrain.engine.weights.checkpoint import BestModel
 from posttrain.execution.machine import room_of, this_machine
 from posttrain.jobs.bodies.rewards import open_observer, open_rewards, recipe_of
-from posttrain.jobs.bodies.served import open_models
+from posttrain.jobs.bodies.served import compare_tokens, open_models, open_remote
 from posttrain.jobs.entry import Job, failed, loading
 from posttrain.pacing.balance import TOKENS, CostModel
 from posttrain.planner.residency import infeasible
@@ -94,7 +94,6 @@ from posttrain.planner.sizes import Room, Settled, settle
 from posttrain.store.mailbox import ControlKind
 from posttrain.store.trees import materialise
 
-_COMPARED_TEXTS, _COMPARED = 8, 400  # prompts by which tokenizers of other servers are compared; characters of each
 _GANG_SECONDS = 300.0  # for the nodes of a gang to join their cluster
 
 
@@ -384,7 +383,7 @@ def _on_policy(
         elif role.model != "model":
             _check_teacher(job.input("model"), job.input(role.model), job.label(role.model), role)
     sources: dict[str, FrozenSource] = {role.name: _source(job, config, role) for role in own}
-    remote = {name: _remote(job, config, name, one) for name, one in config.remote.items()}
+    remote = {name: open_remote(job, config, name, one) for name, one in config.remote.items()}
     sources |= {name: one.source for name, one in remote.items()}
     model, stop = cast(ModelSource, sources[own[0].name]), (*config.stop, *algorithm.source.stop)
     roles = open_roles(config, model, job.order.seed, pool_of, sources=sources, stop=stop)
@@ -398,7 +397,7 @@ def _on_policy(
     except InputError as error:
         raise InputError(f"{error}; the context is that of {short[0]}" if short else str(error)) from error
     for name, model_there in remote.items():
-        _compare_tokens(model_there, tokenizer, train)
+        compare_tokens(model_there, tokenizer, train)
         longest = max(len(row.tokens) for row in train)
         model_there.probe(longest + config.response_tokens, _width(config, name))
     scorer = _scorer(job, config, roles, tokenizer, train, stack, placed=algorithm.reads_token_scores)
@@ -410,49 +409,6 @@ def _on_policy(
         environment=_environment(job, config, algorithm, tokenizer, stack),
     )
     return replace(_trained(recipe, config, tokenizer), remote=tuple(remote.values()))
-
-
-def _remote(job: Job, config: SamplingConfig, role: str, given: ServedConfig) -> RemoteModel:
-    """Return a role's model on another server, with the key from the job's environment.
-
-    Raises:
-        InputError: the environment has no such key; the server does not have the model.
-        InfrastructureError: the server does not answer. One that was never reached is given up early.
-    """
-    if given.key is not None and given.key not in job.secrets:
-        raise InputError(f"{role}.key: the job's environment has no {given.key}; export it where the run is driven")
-    key = job.secrets[given.key].strip() if given.key else ""
-    source = RemoteSource(role, str(given.url), given.model, key)
-    if config.placement.is_inline and config.runtime.ray_address is None:  # workers elsewhere have only the log
-        source = replace(source, tell=partial(_warn, job), stopping=job.stopping)
-    found = source.open(PATIENCE if job.order.resume else AT_FIRST)
-    print(found.about)
-    return found
-
-
-def _warn(job: Job, line: str) -> None:
-    """Report a warning at once; the controller waits for the worker that reports it, so no other thread does."""
-    print(line, flush=True)
-    job.sink(Note(line, time.time(), "warning"))
-    job.flush()
-
-
-def _compare_tokens(model: RemoteModel, tokenizer: PreTrainedTokenizerBase, train: list[Prompt]) -> None:
-    """Check that a server has the student's tokenizer, by prompts, special tokens and a share of the vocabulary.
-
-    Raises:
-        InputError: it divides one of these texts into other tokens.
-    """
-    size, most = len(tokenizer), model.context_length
-    prompts = [tokenizer.decode(prompt.tokens[:_COMPARED]) for prompt in train[:_COMPARED_TEXTS]]
-    vocabulary = "".join(tokenizer.decode([token]) for token in range(0, size, -(-size // _COMPARED)))
-
-    def encode(text: str) -> list[int]:
-        return list(tokenizer.encode(text, add_special_tokens=model.adds_special_tokens))
-
-    for text in (*prompts, " ".join(tokenizer.get_added_vocab()), vocabulary):
-        step = len(text) if len(encode(text)) <= most else max(1, (most - 4) // 4)  # a character has at most four bytes
-        model.refuse_other_tokens(encode, (text[begin : begin + step] for begin in range(0, len(text), step)))
 
 
 def _width(config: SamplingConfig, role: str) -> int:
