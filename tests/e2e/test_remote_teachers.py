@@ -96,6 +96,7 @@ def test_a_teacher_at_a_url_teaches_the_same(home: Workbench, taught: str) -> No
         assert f"teacher at {other.url}/v1: big, digest sha256:" in log(home, found)
         shown = home.run("plan", "run.yaml", env=KEY).out
         assert f"teacher: big at {other.url}/v1  not pinned" in shown
+        assert f"teacher: big at {other.url}/v1, not pinned" in home.run("lineage", found).out
         home.write("other.yaml", {**spec(teacher), "name": "again"})
         assert home.run("plan", "other.yaml", "-o", "json", env=KEY).json["stages"][0]["cached_from"] is None
     same(home, found, taught)

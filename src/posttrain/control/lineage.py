@@ -46,7 +46,7 @@ from posttrain.domain.records import (
     stage_end,
     stage_of,
 )
-from posttrain.domain.roles import is_frozen_input
+from posttrain.domain.roles import is_frozen_input, servers_of
 from posttrain.domain.sinks import RUN_ENVIRONMENT
 from posttrain.store.external import URI, VERSION
 from posttrain.store.snapshot import Snapshot
@@ -81,6 +81,10 @@ class Origins:
             self.look_up(edge.digest for edge in [*used, *made])
             self._stages[run_id] = rows
         return list(self._stages[run_id].values())
+
+    def params(self, stage: StageRecord) -> Mapping[str, Any]:
+        """Return a stage's parameters."""
+        return self.stores.manifest(self.now.run(stage.run_id)).stage(stage.name).params
 
     def used(self, run_id: str, stage: str) -> list[Edge]:
         """Return the edges of a stage's inputs."""
@@ -443,6 +447,8 @@ def _stage_node(origins: Origins, stage: StageRecord, output: str) -> Node:
     made_by = f"{stage.kind} in {stage.cached_from or f'{stage.run_id}/{stage.name}'}"
     children = tuple(_input_node(origins, stage, edge) for edge in origins.used(stage.run_id, stage.name))
     details = [("made by", made_by)] + ([("reused", "from the stage cache")] if stage.cached_from else [])
+    asked = servers_of(origins.params(stage)).items()
+    details += [(field, f"{one.get('model', 'model')} at {one['url']}, not pinned") for field, one in asked]
     name, chosen = f"{stage.run_id}/{stage.name}", selected(stage.metrics)
     if output == BEST:
         name, details = f"{name}/{BEST}", [*details, ("best by its probe", chosen)]
