@@ -171,6 +171,7 @@ def test_a_stage_whose_judge_died_is_measured_again(home: Workbench, judged: tup
     (home.folder / "patient.py").write_text(JUDGE.replace('    said = ask("Q: " + completion[:8])', PATIENT))
     made = spec({"judge": {"serve": "model:judge"}})
     made["rewards"]["judged"]["ref"] = "patient.py"
+    made["stages"]["evaluate"]["suites"]["open"]["reward_timeout"] = 120.0
     home.write("patient.yaml", {**made, "name": "patient"})
     process = home.start("run", "patient.yaml")
     home.wait("a loaded model", lambda: process.poll() is not None or "start:" in _log(home, "patient-"))
@@ -184,7 +185,7 @@ def test_a_stage_whose_judge_died_is_measured_again(home: Workbench, judged: tup
 
 
 PATIENT = """    import time
-    time.sleep(0.2)
+    time.sleep(0.5)
     try:
         said = ask("Q: " + completion[:8])
     except OSError:
