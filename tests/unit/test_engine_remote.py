@@ -275,6 +275,29 @@ def test_a_server_without_the_model_is_refused(entry: Any, told: str) -> None:
     assert "\n" not in str(raised.value)
 
 
+def test_the_first_error_ends_the_requests_that_still_run_and_is_the_one_that_is_raised() -> None:
+    stand_in, over, begun = StandIn(TEACHER, "vllm"), threading.Event(), threading.Event()
+
+    def answer(path: str, body: dict[str, Any]) -> tuple[int, Any]:
+        if path == "/v1/models":
+            return 200, stand_in.listed
+        if len(body["prompt"]) == 2:  # the last document
+            begun.wait(120)
+            return 200, (400, {"error": {"message": "too short"}})
+        begun.set()
+        over.wait(120)
+        return 200, (200, {})
+
+    stand_in.answer = answer  # type: ignore[method-assign]
+    stand_in.change = lambda path, answer: answer
+    with serving(stand_in) as url:
+        one = worker(url, patience=60.0)
+        with pytest.raises(InputError, match="refused /v1/completions with status 400: too short"):
+            one.hold(TokenBatch.pack(DOCUMENTS), 4)
+        assert not over.is_set(), "the others were not waited for"
+        over.set()
+
+
 def test_waiting_ends_when_a_stop_is_requested() -> None:
     told = list[str]()
     source = RemoteSource("teacher", "http://127.0.0.1:9/v1", "big", tell=told.append, stopping=lambda: bool(told))

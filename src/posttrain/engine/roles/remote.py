@@ -108,6 +108,7 @@ class RemoteModel:
         self._base, self._name = self._parts.path.rstrip("/"), f"{source.role} at {source.url}"
         self._reading, self._telling = threading.Lock(), threading.Lock()
         self._ending, self._fingerprint = threading.Event(), ""
+        self._first_error: Exception | None = None  # of the requests of a batch
         self._away, self._connections = 0.0, set[http.client.HTTPConnection]()  # since when; 0: it answers
         self.model = self.identity = ""
         self.model, entry, most = self._patiently(self._entry, patience)
@@ -225,19 +226,24 @@ class RemoteModel:
 
             try:
                 return document, places, self._rows(text, first, width, checked)
-            except BaseException:
-                self._end()
+            except Exception as error:
+                self._end(error)
                 raise
 
         pool = ThreadPoolExecutor(_TOGETHER, thread_name_prefix=self._source.role)
         try:
             yield from pool.map(asked, [one for one in range(batch.documents) if ends[one] < ends[one + 1]])
+        except Exception as error:  # of the first document that failed, perhaps since another had failed before
+            raise self._first_error or error from None
         finally:
             pool.shutdown(cancel_futures=True)
+            self._first_error = None
             self._ending.clear()
 
-    def _end(self) -> None:
+    def _end(self, error: Exception) -> None:
         """End the requests of other threads, after an error of one."""
+        with self._telling:
+            self._first_error = self._first_error or error
         self._ending.set()
         for one in list(self._connections):
             with suppress(OSError, AttributeError):  # closed already
