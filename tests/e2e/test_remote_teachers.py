@@ -144,7 +144,7 @@ def test_a_server_that_is_killed_and_started_again_teaches_on(home: Workbench) -
 def test_a_wrong_server_is_one_line(home: Workbench) -> None:
     with serving(home, "model:other", "--name", "big") as other:
         for teacher, told in (
-            (at(other.url), "must have the student's tokenizer, but it divides 'Q: sort 0' into other tokens (from to"),
+            (at(other.url), "must have the student's tokenizer, but it tokenizes 'Q: sort 0' differently (from token "),
             ({"url": other.url, "model": "big"}, "refused /models with status 404: "),
             ({**at(other.url), "model": "huge"}, "must serve the model huge, got big; correct `model`"),
         ):

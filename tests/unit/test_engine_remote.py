@@ -252,7 +252,7 @@ def test_the_tokens_of_texts_are_compared() -> None:
         with serving(StandIn(TEACHER, owner)) as url:
             found = RemoteSource("teacher", url, "big").open()
             found.refuse_other_tokens(TOKENIZER.encode, ["12", "", "3>"])
-            with pytest.raises(InputError, match=r"divides '12' into other tokens \(from token 1 on\)"):
+            with pytest.raises(InputError, match=r"tokenizes '12' differently \(from token 1 on\)"):
                 found.refuse_other_tokens(lambda text: TOKENIZER.encode(text)[:1], ["12"])
 
 

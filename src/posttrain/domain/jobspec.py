@@ -65,7 +65,7 @@ def secret_fault(name: str) -> str:
     A short value could not be distinguished from ordinary text in a reward's output.
     """
     got = len(" ".join(os.environ.get(name, "").split()))
-    found = f"got {got}, which logs could not be freed of; use a longer one" if got else "but it is not set; export it"
+    found = f"got {got}, too few to remove it from logs; use a longer one" if got else "but it is not set; export it"
     needed = f"the driver's environment must contain it, with {SHORTEST_SECRET} characters or more"
     return "" if got >= SHORTEST_SECRET else f"secrets: {name}: {needed}, {found}"
 

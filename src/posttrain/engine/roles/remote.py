@@ -139,19 +139,19 @@ class RemoteModel:
         return name, entries[name], most
 
     def _identity(self, entry: Mapping[str, Any]) -> str:
-        """Return what differs for another model of this name: serve-model's digest, or the folder that others list."""
+        """Return what identifies the model: serve-model's digest, or the folder that other servers list."""
         told = f"digest {entry['digest']}" if entry.get("digest") else f"from {entry.get('root') or self.model}"
         return self._line(told)
 
     def refuse_other_tokens(self, encode: Callable[[str], Sequence[int]], texts: Iterable[str]) -> None:
-        """Check that the server divides texts into the student's tokens.
+        """Check that the server tokenizes texts as the student does.
 
         Args:
-            encode: returns the student's tokens of a text, without special tokens around it, but for SGLang, which adds
-                those of its tokenizer (`adds_special_tokens`).
+            encode: returns the student's token ids of a text, with the tokenizer's special tokens only if the server
+                always adds them (`adds_special_tokens`).
 
         Raises:
-            InputError: it divides a text into other tokens, or does not report its tokens.
+            InputError: it tokenizes a text differently, or does not report the token ids.
         """
         for text in filter(None, texts):
             found, wanted = self._tokens(text), list(encode(text))
@@ -159,7 +159,7 @@ class RemoteModel:
                 pairs = enumerate(zip(wanted, found, strict=False))
                 there = next((n for n, (own, other) in pairs if own != other), min(len(wanted), len(found)))
                 raise self._error(
-                    f"must have the student's tokenizer, but it divides {text[:40]!r} into other tokens (from token "
+                    f"must have the student's tokenizer, but it tokenizes {text[:40]!r} differently (from token "
                     f"{there} on); serve a model of the student's family"
                 )
 
@@ -368,7 +368,7 @@ class RemoteModel:
                     ) from error
                 self._report(f"does not answer ({why}); trying for {patience:g} s")
                 if self._source.stopping():
-                    raise StoppedError(f"{self._name} was awaited when the stop was requested") from error
+                    raise StoppedError(f"{self._name} did not answer when the stop was requested") from error
                 self._ending.wait(min(pause, _LONGEST_PAUSE, since + patience - now))
                 pause *= 2
 

@@ -111,7 +111,7 @@ def compare_tokens(model: RemoteModel, tokenizer: PreTrainedTokenizerBase, train
     """Check that a server has the student's tokenizer, by prompts, special tokens and a share of the vocabulary.
 
     Raises:
-        InputError: it divides one of these texts into other tokens.
+        InputError: it tokenizes one of these texts differently.
     """
     size, most = len(tokenizer), model.context_length
     prompts = [tokenizer.decode(prompt.tokens[:_COMPARED]) for prompt in train[:_COMPARED_PROMPTS]]

@@ -412,7 +412,7 @@ def _on_policy(
 
 
 def _width(config: SamplingConfig, role: str) -> int:
-    """Return the likeliest tokens that a role computes at each place, as far as the configuration has it."""
+    """Return the number of likeliest tokens that a role computes at each position; 0: the configuration has none."""
     found = role_named(config.roles(), role)
     return found.wide // 8 if found else 0
 
