@@ -125,7 +125,7 @@ evals: $(VENV)/.evals ## lm-eval, Inspect, the client of OpenAI and curl over a 
 	$(BIN)/python -m pytest -m evals --timeout 1500 --durations 12 -s tests/evals
 
 vllm: $(VENV)/.vllm ## a teacher and a judge on vLLM's server
-	$(BIN)/python -m pytest -m vllm --timeout 1500 --durations 12 -s tests/vllm
+	$(BIN)/python -m pytest -m vllm --timeout 1500 --durations 12 -s tests/vllm_server
 
 postgres: $(VENV)/.postgres ## ledger and control suite on a PostgreSQL that is started for them and stopped; MINUTES=10 for the long ordeal, CASES=all for the demo over two servers
 	@$(BIN)/python tests/postgres_server.py

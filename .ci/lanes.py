@@ -136,7 +136,7 @@ OTHERS = (
     ),
     Lane("ecosystem", 7, (*_source("sandbox", "engine/algorithms", "foreign", "trackers"), "tests/ecosystem")),
     Lane("evals", 9, (*_source("serving", "jobs/bodies"), "tests/evals")),
-    Lane("vllm", 6, ("tests/vllm", "src/posttrain/engine/roles/remote.py")),
+    Lane("vllm", 6, ("tests/vllm_server", "src/posttrain/engine/roles/remote.py")),
     Lane("dist", 6, ("pyproject.toml", "constraints.txt", "Makefile", *_source("examples", "cli"))),
     Lane("day", 4, ("pyproject.toml", "constraints.txt", "day", *_source("trackers", "foreign", "drivers"))),
     Lane("site", 1, ("docs", "handbook", "README.md", "CHANGELOG.md", *_source("cli", "api"))),
@@ -292,7 +292,7 @@ def make(lane: Lane, aloud: bool, *options: str) -> tuple[bool, list[str]]:
 
 def first_failures(output: Iterable[str]) -> list[str]:
     """The first lines of a log that say what failed: the end of a long log is what is kept of it."""
-    telling = (line[:240].rstrip() for line in output if re.match(r"(FAILED|ERROR) |make: \*\*\* |E  |WARNING: ", line))
+    telling = (line[:240].rstrip() for line in output if re.match(r"(FAILED|ERROR) |make: \*\*\* |E  ", line))
     return list(dict.fromkeys(telling))[:20]
 
 

@@ -120,11 +120,11 @@ def log(home: Workbench, run: str) -> str:
 @pytest.mark.timeout(1500)
 def test_a_server_that_is_killed_and_started_again_teaches_on(home: Workbench) -> None:
     whole = run(home, "model:teacher", steps=12)
+    started = home.run_ids()
     with serving(home, "model:teacher", "--name", "big") as other:
         home.write("run.yaml", spec(at(other.url), steps=12))
         process = home.start("run", "run.yaml")
-        home.wait("a second run", lambda: home.run_id() != whole)
-        found = home.run_id()
+        found = home.wait_run(started)
         home.wait("a step", lambda: len(agreement(home, found)) > 2)
         other.process.kill()
         other.process.wait()
@@ -159,12 +159,12 @@ def test_a_wrong_server_is_one_line(home: Workbench) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_another_attempt_needs_the_same_teacher(home: Workbench) -> None:
+    started = home.run_ids()
     with serving(home, "model:teacher", "--name", "big") as other:
         port = other.url.rpartition(":")[2]
         home.write("run.yaml", {**spec(at(other.url), steps=2000), "name": "swapped"})
         process = home.start("run", "run.yaml")
-        home.wait("the run", lambda: home.run_id().startswith("swapped"))
-        found = home.run_id()
+        found = home.wait_run(started)
         home.wait("a step", lambda: len(agreement(home, found)) > 1)
         other.process.kill()
         other.process.wait()

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -135,6 +135,15 @@ class Workbench:
         """The newest run."""
         with self.open() as workspace:
             return workspace.ledger.runs(limit=1)[0].id
+
+    def wait_run(self, started: Collection[str] = ()) -> str:
+        """The newest run, once it is not among those that had started before."""
+        return str(self.wait("a run", lambda: next(iter(self.run_ids() - set(started)), None)))
+
+    def run_ids(self) -> set[str]:
+        """Every run."""
+        with self.open() as workspace:
+            return {run.id for run in workspace.ledger.runs(limit=1000)}
 
     def outputs(self, run_id: str) -> dict[str, str]:
         """Digest of each stage's model."""

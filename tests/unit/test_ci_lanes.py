@@ -21,6 +21,15 @@ def test_every_slow_test_file_is_in_one_share() -> None:
     assert set(shares.values()) == {1}
 
 
+def test_no_folder_of_tests_hides_a_package() -> None:
+    """`tests` lies on the path of imports: a folder there with a package's name counts as that package, installed."""
+    texts = [(ROOT / name).read_text(encoding="utf-8") for name in ("Makefile", "pyproject.toml")]
+    names = {name.lower() for text in texts for name in re.findall(r"([A-Za-z][\w-]*)(?:\[[\w,]+\])?[=<>]=\d", text)}
+    packages = {name.removesuffix("-cpu").replace("-", "_") for name in names}
+    assert {"trl", "vllm", "ray", "verifiers"} <= packages
+    assert not packages & {path.name for path in (ROOT / "tests").iterdir() if path.is_dir()}
+
+
 def test_every_lane_is_a_target() -> None:
     targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
     lanes = {lane.name for lane in (*ci.CHECKS, *ci.ALWAYS, ci.PACKAGES, *ci.OTHERS)}

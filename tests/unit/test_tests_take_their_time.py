@@ -37,7 +37,7 @@ ALLOWED = {
     ("e2e/test_harness_stages.py", _HUNG): NEVER,
     ("e2e/test_judge_models.py", "time.sleep(0.5)"): "the reward's own work",
     ("e2e/test_served_ordeal.py", "time.sleep(0.1)"): "a client's own wait before it asks again",
-    ("vllm/test_vllm_server.py", "time.sleep(0.5)"): POLL,
+    ("vllm_server/test_vllm_server.py", "time.sleep(0.5)"): POLL,
     ("unit/test_serving.py", "await asyncio.sleep(0)"): TURN,
     ("unit/test_serving.py", "await asyncio.sleep(0.001)"): POLL,
     ("slurm_cluster.py", _LOW): "Slurm's own, in which a job writes its checkpoint; it is killed later than that",
