@@ -112,6 +112,15 @@ def test_another_server_gives_the_same_scores(home: Workbench, judged: tuple[str
     assert "not-for-logs" not in said
 
 
+def test_a_wrong_judge_is_one_line_before_anything_is_sampled(home: Workbench) -> None:
+    with serving(home, "model:judge", "--name", "outside") as other:
+        url = f"{other.url}/v1"
+        home.write("wrong.yaml", {**spec({"judge": {"url": url, "model": "inside"}}), "name": "wrong"})
+        failed = home.run("run", "wrong.yaml", code=None)
+    assert failed.code != 0
+    assert f"models.judge at {url} must serve the model inside, got outside; correct `model`" in failed.out + failed.err
+
+
 def test_training_with_a_judge_ends_its_server(home: Workbench) -> None:
     stage = {
         "kind": "grpo", "model": "base", "data": "rows", "reward": "judged", "steps": 2, "prompts_per_step": 2,

@@ -52,8 +52,8 @@ class StandIn:
         self.change: Answer = lambda path, answer: (200, answer)
 
     def answer(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
-        if path == "/v1/models":
-            return 200, self.listed
+        if path.endswith("/models"):
+            return (200, self.listed) if path == "/v1/models" else (404, {"detail": "Not Found"})
         text = body.get("prompt", body.get("text", body.get("input_ids")))
         tokens = TOKENIZER.encode(text) if isinstance(text, str) else text
         if path == "/generate":
@@ -100,7 +100,7 @@ def serving(stand_in: StandIn) -> Iterator[str]:
             stand_in.asked.append((self.path, body))
             stand_in.keys.append(self.headers.get("authorization"))
             status, answer = stand_in.answer(self.path, body)
-            if self.path != "/v1/models":
+            if not self.path.endswith("/models"):
                 status, answer = stand_in.change(self.path, answer)
             data = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
             self.send_response(status)
@@ -321,6 +321,21 @@ def test_a_server_that_loads_its_model_is_waited_for() -> None:
         alone = RemoteSource("teacher", url, "model").open()
         assert (alone.model, alone.context_length) == ("large", 19), "the only one that is served"
         assert RemoteSource("teacher", url, "lora").open().context_length == 19
+
+
+def test_a_model_that_rewards_call_is_looked_for() -> None:
+    """Its server may be any that answers in OpenAI's form: it need not list its models, or report a context."""
+    stand_in = StandIn(TEACHER, "someone")
+    with serving(stand_in) as url:
+        stand_in.listed = {"data": [{"id": name} for name in ("b", "a", *"cdefghij")]}
+        assert RemoteSource("models.judge", url, "c").find(0) == "c"
+        with pytest.raises(InputError, match=r"must serve the model big, got a, b, c, d, e, f, g, h and 2 more; corr"):
+            RemoteSource("models.judge", url, "big").find(0)
+        stand_in.listed = {"data": [{"id": "one"}]}
+        assert RemoteSource("models.judge", url, "model").find(0) == "one", "the only one that is served"
+        assert RemoteSource("models.judge", f"{url}/elsewhere", "any").find(0) == "any", "it lists none"
+    with pytest.raises(InfrastructureError, match=r"models.judge at http://127.0.0.1:9/v1 did not answer for 0 s"):
+        RemoteSource("models.judge", "http://127.0.0.1:9/v1", "any").find(0)
 
 
 def test_an_answer_that_is_cut_off_is_asked_for_again() -> None:

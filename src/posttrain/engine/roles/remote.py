@@ -50,10 +50,12 @@ _PIECE, _MOST_BYTES = 1 << 20, 1 << 30  # of an answer
 _LONGEST_PAUSE = 5.0  # seconds between two tries
 _LATER = (408, 429)  # statuses after which a request is repeated, besides those of a failed server
 _OK, _UNKNOWN, _FAILED = 200, 404, 500
+_ROUTELESS = (_UNKNOWN, 405)
 _KEYLESS = (401, 403)
 _CUT = (ssl.SSLEOFError, ssl.SSLZeroReturnError)  # errors of a connection that ended, and not of its certificate
 _SHOWN = 300  # characters of a server's message
 _ROUNDING = 0.01  # by which the probabilities of a row may exceed 1 in all
+_NAMED = 8  # models that an error names
 _MOST_ID = 2**31  # token ids are below
 _KEY = re.compile(r"[A-Za-z0-9._~+/-]+=*")  # RFC 6750, section 2.1
 
@@ -67,6 +69,10 @@ def _printed(line: str) -> None:
 
 class _AwayError(Exception):
     """The server does not answer, or not yet."""
+
+
+class _NoRouteError(InputError):
+    """The server has no such path."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +100,169 @@ class RemoteSource:
         """Return the model; wait for at most `patience` seconds for its server. Errors: see `RemoteModel`."""
         return RemoteModel(self, patience)
 
+    def find(self, patience: float) -> str:
+        """Return the model's name at its server; wait for at most `patience` seconds for the server.
 
-class RemoteModel:
+        Only servers that list their models are asked whether they have it.
+
+        Raises:
+            InputError: the server refuses the key, or does not have the model.
+            InfrastructureError: the server does not answer.
+        """
+        return _Server(self).find(patience)
+
+
+class _Server:
+    """A server that answers in OpenAI's form."""
+
+    def __init__(self, source: RemoteSource) -> None:
+        self._source, self._parts = source, urlsplit(source.url)
+        self._base, self._name = self._parts.path.rstrip("/"), f"{source.role} at {source.url}"
+        self._reading, self._telling, self._ending = threading.Lock(), threading.Lock(), threading.Event()
+        self._away, self._connections = 0.0, set[http.client.HTTPConnection]()  # since when; 0: it answers
+
+    def find(self, patience: float) -> str:
+        """See `RemoteSource.find`."""
+        try:
+            return self._listed(self._patiently(self._entries, patience))
+        except _NoRouteError:
+            return self._source.model
+
+    def _entries(self) -> dict[str, Mapping[str, Any]]:
+        """Return the models that the server lists."""
+        listed = self._ask_once("GET", f"{self._base}/models", None, lambda answer: answer)
+        entries: dict[str, Mapping[str, Any]]
+        entries = self._read("a list of models", lambda: {str(one["id"]): dict(one) for one in listed["data"]})
+        if not entries:
+            raise _AwayError("it serves no model yet")
+        return entries
+
+    def _listed(self, entries: Mapping[str, Any]) -> str:
+        own = [name for name, one in entries.items() if not one.get("parent")]
+        name = own[0] if self._source.model == "model" not in entries and len(own) == 1 else self._source.model
+        if name not in entries:
+            raise self._error(f"must serve the model {name}, got {_few(entries)}; correct `model`")
+        return name
+
+    def _refuse_other_model(self) -> None:
+        """Check after an outage that the server has the same model as before."""
+
+    def _read(self, what: str, read: Callable[[], T]) -> T:
+        """Return a part of an answer.
+
+        Raises:
+            InputError: the answer does not have it.
+        """
+        try:
+            return read()
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
+            raise self._error(
+                f"must answer {what}, as vLLM, SGLang and Posttrain do ({type(error).__name__}: {str(error)[:80]}); "
+                "use one of these servers, or name a model instead of a URL"
+            ) from error
+
+    def _patiently(self, ask: Callable[[], T], reachable: float = math.inf) -> T:
+        """Call `ask`, again while the server is away; then check that the server has the same model as before.
+
+        Args:
+            reachable: seconds within which a connection must be possible, if fewer than `patience`.
+
+        Raises:
+            InputError: the server refuses the request, its answer has another form, or it serves another model now.
+            InfrastructureError: the server was away for longer than `patience`.
+            StoppedError: a stop was requested while the server was away.
+        """
+        since, pause = 0.0, 0.2
+        while True:
+            try:
+                if since:
+                    self._refuse_other_model()
+                found = ask()
+                self._report("")
+                return found
+            except (_AwayError, OSError, UnicodeError, http.client.HTTPException) as error:
+                why, now = self._line(str(error) or type(error).__name__), time.monotonic()
+                since = since or now
+                if isinstance(error, ssl.SSLError | UnicodeError) and not isinstance(error, _CUT):
+                    raise self._error(f"cannot be reached ({why}); correct the url, or the certificate") from error
+                patience = self._source.patience
+                patience = patience if isinstance(error, _AwayError) else min(patience, reachable)
+                if now >= since + patience or self._ending.is_set():
+                    raise InfrastructureError(
+                        f"{self._name} did not answer for {patience:g} s ({why}); check the url and the server, then "
+                        "retry"
+                    ) from error
+                self._report(f"does not answer ({why}); trying for {patience:g} s")
+                if self._source.stopping():
+                    raise StoppedError(f"{self._name} did not answer when the stop was requested") from error
+                self._ending.wait(min(pause, _LONGEST_PAUSE, since + patience - now))
+                pause *= 2
+
+    def _report(self, trouble: str) -> None:
+        """Report that the server is away, or answers again, once for all requests."""
+        with self._telling:
+            now, since = time.monotonic(), self._away
+            if bool(trouble) != bool(since):
+                self._away = now if trouble else 0.0
+                self._source.tell(f"{self._name} {trouble or f'answers again after {now - since:.0f} s'}")
+
+    def _ask_once(self, method: str, path: str, body: bytes | None, take: Callable[[Any], T]) -> T:
+        """Send one request; return what `take` makes of the JSON of its answer, one answer at a time."""
+        until = time.monotonic() + _SILENCE
+        secure, key = self._parts.scheme == "https", self._source.key
+        opened = http.client.HTTPSConnection if secure else http.client.HTTPConnection
+        with closing(opened(str(self._parts.hostname), self._parts.port, timeout=_CONNECTS)) as connection:
+            connection.connect()
+            connection.sock.settimeout(_SILENCE)
+            self._connections.add(connection)
+            try:
+                kept = {"content-type": "application/json"} if body else {}
+                connection.request(method, path, body, kept | ({"authorization": f"Bearer {key}"} if key else {}))
+                response, data = connection.getresponse(), bytearray()
+                while piece := response.read1(_PIECE):
+                    data += piece
+                    if len(data) > _MOST_BYTES or time.monotonic() > until:
+                        raise _AwayError(f"an answer must end within {_SILENCE:g} s and {_MOST_BYTES} bytes")
+            finally:
+                self._connections.discard(connection)
+        if response.length:
+            raise _AwayError(f"its answer ended {response.length} bytes early")
+        if response.status >= _FAILED or response.status in _LATER:
+            raise _AwayError(f"status {response.status}: {self._message(data)}")
+        if response.status != _OK:
+            why = f"{self._message(data)}{self._hint(response)}"
+            error = self._error(f"refused {path} with status {response.status}: {why}")
+            raise _NoRouteError(str(error)) if response.status in _ROUTELESS else error
+        with self._reading:
+            return take(self._read("JSON", lambda: json.loads(data)))
+
+    def _hint(self, response: http.client.HTTPResponse) -> str:
+        if response.status in _KEYLESS:
+            return "; its key is refused" if self._source.key else "; name the variable with its key in `key`"
+        ends = self._parts.path.rstrip("/").endswith("/v1")
+        return "; the url usually ends in /v1" if response.status == _UNKNOWN and not ends else ""
+
+    def _message(self, data: bytearray) -> str:
+        """Return a server's message."""
+        try:
+            found = json.loads(data)
+            found = found.get("error", found.get("detail", found))
+            text = str(found.get("message", found) if isinstance(found, dict) else found)
+        except (ValueError, AttributeError, RecursionError):
+            text = data[: 4 * _SHOWN].decode(errors="replace")
+        return self._line(text)[:_SHOWN]
+
+    def _line(self, text: str) -> str:
+        """Return a text that may be the server's in one line of ASCII, without the key."""
+        text = text.replace(self._source.key, "[key]") if self._source.key else text
+        plain = "".join(one if one.isprintable() else " " for one in text[: 4 * _SHOWN])
+        return " ".join(plain.split()).encode("ascii", "backslashreplace").decode()
+
+    def _error(self, text: str) -> InputError:
+        return InputError(self._line(f"{self._name} {text}"))
+
+
+class RemoteModel(_Server):
     """A model on another server.
 
     Raises:
@@ -104,13 +271,9 @@ class RemoteModel:
     """
 
     def __init__(self, source: RemoteSource, patience: float) -> None:
-        self._source, self._parts = source, urlsplit(source.url)
-        self._base, self._name = self._parts.path.rstrip("/"), f"{source.role} at {source.url}"
-        self._reading, self._telling = threading.Lock(), threading.Lock()
-        self._ending, self._fingerprint = threading.Event(), ""
+        super().__init__(source)
+        self._fingerprint = self.identity = ""
         self._first_error: Exception | None = None  # of the requests of a batch
-        self._away, self._connections = 0.0, set[http.client.HTTPConnection]()  # since when; 0: it answers
-        self.model = self.identity = ""
         self.model, entry, most = self._patiently(self._entry, patience)
         self.context_length = most - 1  # a request generates one token after the sample
         self._sglang = entry.get("owned_by") == "sglang"
@@ -121,14 +284,8 @@ class RemoteModel:
 
     def _entry(self) -> tuple[str, Mapping[str, Any], int]:
         """Return the model's name, its entry in the server's list, and the context."""
-        listed = self._ask_once("GET", f"{self._base}/models", None, lambda answer: answer)
-        entries = self._read("a list of models", lambda: {str(one["id"]): dict(one) for one in listed["data"]})
-        if not entries:
-            raise _AwayError("it serves no model yet")
-        own = [name for name, one in entries.items() if not one.get("parent")]
-        name = own[0] if self._source.model == "model" not in entries and len(own) == 1 else self._source.model
-        if name not in entries:
-            raise self._error(f"must serve the model {name}, got {', '.join(sorted(entries))}; correct `model`")
+        entries = self._entries()
+        name = self._listed(entries)
         base = entries.get(str(entries[name].get("parent")), {})
         most = entries[name].get("max_model_len") or base.get("max_model_len")  # vLLM's adapters have none
         if type(most) is not int or most < 2:
@@ -315,129 +472,23 @@ class RemoteModel:
         if fault := fault or next(filter(None, faults), ""):
             raise self._error(f"must return the likeliest tokens of each response token, got {fault}")
 
-    def _read(self, what: str, read: Callable[[], T]) -> T:
-        """Return a part of an answer.
-
-        Raises:
-            InputError: the answer does not have it.
-        """
-        try:
-            return read()
-        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
-            raise self._error(
-                f"must answer {what}, as vLLM, SGLang and Posttrain do ({type(error).__name__}: {str(error)[:80]}); "
-                "use one of these servers, or name a model instead of a URL"
-            ) from error
-
     def _ask(self, route: str, body: Mapping[str, Any], take: Callable[[Any], T]) -> T:
         """Return what `take` makes of the answer to a request; errors: see `_patiently`."""
         base = self._base.removesuffix("/v1") if route == "generate" else self._base
         data = json.dumps(body).encode()
         return self._patiently(lambda: self._ask_once("POST", f"{base}/{route}", data, take))
 
-    def _patiently(self, ask: Callable[[], T], reachable: float = math.inf) -> T:
-        """Call `ask`, again while the server is away; then check that the server has the same model as before.
-
-        Args:
-            reachable: seconds within which a connection must be possible, if fewer than `patience`.
-
-        Raises:
-            InputError: the server refuses the request, its answer has another form, or it serves another model now.
-            InfrastructureError: the server was away for longer than `patience`.
-            StoppedError: a stop was requested while the server was away.
-        """
-        since, pause = 0.0, 0.2
-        while True:
-            try:
-                if self.identity and since:
-                    self._refuse_other_model()
-                found = ask()
-                self._report("")
-                return found
-            except (_AwayError, OSError, UnicodeError, http.client.HTTPException) as error:
-                why, now = self._line(str(error) or type(error).__name__), time.monotonic()
-                since = since or now
-                if isinstance(error, ssl.SSLError | UnicodeError) and not isinstance(error, _CUT):
-                    raise self._error(f"cannot be reached ({why}); correct the url, or the certificate") from error
-                patience = self._source.patience
-                patience = patience if isinstance(error, _AwayError) else min(patience, reachable)
-                if now >= since + patience or self._ending.is_set():
-                    raise InfrastructureError(
-                        f"{self._name} did not answer for {patience:g} s ({why}); check the url and the server, then "
-                        "retry"
-                    ) from error
-                self._report(f"does not answer ({why}); trying for {patience:g} s")
-                if self._source.stopping():
-                    raise StoppedError(f"{self._name} did not answer when the stop was requested") from error
-                self._ending.wait(min(pause, _LONGEST_PAUSE, since + patience - now))
-                pause *= 2
-
-    def _report(self, trouble: str) -> None:
-        """Report that the server is away, or answers again, once for all requests."""
-        with self._telling:
-            now, since = time.monotonic(), self._away
-            if bool(trouble) != bool(since):
-                self._away = now if trouble else 0.0
-                self._source.tell(f"{self._name} {trouble or f'answers again after {now - since:.0f} s'}")
-
     def _refuse_other_model(self) -> None:
+        if not self.identity:
+            return
         _, entry, _ = self._entry()
         if (now := self._identity(entry)) != self.identity:
             raise self._other(now, self.identity)
 
-    def _ask_once(self, method: str, path: str, body: bytes | None, take: Callable[[Any], T]) -> T:
-        """Send one request; return what `take` makes of the JSON of its answer, one answer at a time."""
-        until = time.monotonic() + _SILENCE
-        secure, key = self._parts.scheme == "https", self._source.key
-        opened = http.client.HTTPSConnection if secure else http.client.HTTPConnection
-        with closing(opened(str(self._parts.hostname), self._parts.port, timeout=_CONNECTS)) as connection:
-            connection.connect()
-            connection.sock.settimeout(_SILENCE)
-            self._connections.add(connection)
-            try:
-                kept = {"content-type": "application/json"} if body else {}
-                connection.request(method, path, body, kept | ({"authorization": f"Bearer {key}"} if key else {}))
-                response, data = connection.getresponse(), bytearray()
-                while piece := response.read1(_PIECE):
-                    data += piece
-                    if len(data) > _MOST_BYTES or time.monotonic() > until:
-                        raise _AwayError(f"an answer must end within {_SILENCE:g} s and {_MOST_BYTES} bytes")
-            finally:
-                self._connections.discard(connection)
-        if response.length:
-            raise _AwayError(f"its answer ended {response.length} bytes early")
-        if response.status >= _FAILED or response.status in _LATER:
-            raise _AwayError(f"status {response.status}: {self._message(data)}")
-        if response.status != _OK:
-            why = f"{self._message(data)}{self._hint(response)}"
-            raise self._error(f"refused {path} with status {response.status}: {why}")
-        with self._reading:
-            return take(self._read("JSON", lambda: json.loads(data)))
 
-    def _hint(self, response: http.client.HTTPResponse) -> str:
-        if response.status in _KEYLESS:
-            return "; its key is refused" if self._source.key else "; name the variable with its key in `key`"
-        ends = self._parts.path.rstrip("/").endswith("/v1")
-        return "; the url usually ends in /v1" if response.status == _UNKNOWN and not ends else ""
-
-    def _message(self, data: bytearray) -> str:
-        """Return a server's message."""
-        try:
-            found = json.loads(data)
-            found = found.get("error", found.get("detail", found))
-            text = str(found.get("message", found) if isinstance(found, dict) else found)
-        except (ValueError, AttributeError, RecursionError):
-            text = data[: 4 * _SHOWN].decode(errors="replace")
-        return self._line(text)[:_SHOWN]
-
-    def _line(self, text: str) -> str:
-        """Return a text that may be the server's in one line of ASCII, without the key."""
-        text = text.replace(self._source.key, "[key]") if self._source.key else text
-        plain = "".join(one if one.isprintable() else " " for one in text[: 4 * _SHOWN])
-        return " ".join(plain.split()).encode("ascii", "backslashreplace").decode()
-
-    def _error(self, text: str) -> InputError:
-        return InputError(self._line(f"{self._name} {text}"))
+def _few(names: Iterable[str]) -> str:
+    ordered = sorted(names)
+    return ", ".join(ordered[:_NAMED]) + (f" and {len(ordered) - _NAMED} more" if len(ordered) > _NAMED else "")
 
 
 def _known(row: Row, vocabulary: int | None) -> Row:

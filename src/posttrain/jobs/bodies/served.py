@@ -56,15 +56,17 @@ class Reached:
 def open_models(job: Job, models: Mapping[str, ServedConfig], stack: ExitStack) -> dict[str, Reached]:
     """Serve the models of a stage until the stack is closed; return how each is reached.
 
-    A note reports the tokens that they spend; these are not tokens of the stage.
+    A note reports the tokens that they spend; these are not tokens of the stage. Other servers must have their models.
 
     Raises:
-        InputError, JobFailedError, InfrastructureError: see `ServedModel`.
+        InputError, JobFailedError, InfrastructureError: see `ServedModel` and `RemoteSource.find`.
     """
     found: dict[str, Reached] = {}
     for name, one in models.items():
         if one.serve is None:
-            found[name] = Reached(str(one.url), one.address, one.model, variable=one.key or "")
+            source = replace(_source(job, f"models.{name}", one), tell=partial(_warn, job), stopping=job.stopping)
+            there = source.find(PATIENCE if job.order.resume else AT_FIRST)
+            found[name] = Reached(source.url, one.address, there, variable=one.key or "")
             continue
         cache = written(one.runtime.kv_cache)
         slot, context = f"{SERVED}{name}", (f"models.{name}.context", one.context)
@@ -89,15 +91,23 @@ def open_remote(job: Job, config: SamplingConfig, role: str, given: ServedConfig
         InputError: the environment has no such key; the server does not have the model.
         InfrastructureError: the server does not answer. One that was never reached is given up early.
     """
-    if given.key is not None and given.key not in job.secrets:
-        raise InputError(f"{role}.key: the job's environment has no {given.key}; export it where the run is driven")
-    key = job.secrets[given.key].strip() if given.key else ""
-    source = RemoteSource(role, str(given.url), given.model, key)
+    source = _source(job, role, given)
     if config.placement.is_inline and config.runtime.ray_address is None:  # workers elsewhere have only the log
         source = replace(source, tell=partial(_warn, job), stopping=job.stopping)
     found = source.open(PATIENCE if job.order.resume else AT_FIRST)
     print(found.about)
     return found
+
+
+def _source(job: Job, role: str, given: ServedConfig) -> RemoteSource:
+    """Return the address of a model, with the key from the job's environment.
+
+    Raises:
+        InputError: the environment has no such key, or no request can have it.
+    """
+    if given.key is not None and given.key not in job.secrets:
+        raise InputError(f"{role}.key: the job's environment has no {given.key}; export it where the run is driven")
+    return RemoteSource(role, str(given.url), given.model, job.secrets[given.key].strip() if given.key else "")
 
 
 def _warn(job: Job, line: str) -> None:
