@@ -428,10 +428,12 @@ class TestEnded:
     ) -> None:
         monkeypatch.setattr("posttrain.sandbox.observer.PING_TIMEOUT", 1.0)
         observer = opened(4)
-        waiting = [ask(observer, "echo", n) for n in range(others)]
+        assert seen(observer, "mark") == "marked"
+        waiting = [ask(observer, "held", n) for n in range(others)]  # no answer of theirs follows the one that begins
+        running(observer, others)
         begun = ask(observer, "begins_an_answer")
         assert "did not end its answer within 1 s and was killed; fix it" in fault(begun)
-        assert [answer.result(PATIENCE) for answer in waiting] == [f"{n}: " for n in range(others)]
+        assert [answer.result(PATIENCE) for answer in waiting] == [f"free {n}" for n in range(others)]
         assert seen(observer, "echo", 7) == "7: "
 
     def test_closing_it_does_not_wait_for_the_rest_of_a_message(
