@@ -13,13 +13,11 @@ import psutil
 import pyarrow.parquet
 import pytest
 from harness_folder import DOCUMENTS, harness_folder
+from own_models import TINY, with_models
 from workbench import Finished, Workbench
 
-from posttrain.app.workspace import init_workspace
 from posttrain.domain.harnesses import FACTS
 from posttrain.domain.jobs import Note
-from posttrain.engine.config import InitModelConfig
-from posttrain.engine.models.files import character_tokenizer, initial_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
@@ -28,14 +26,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workbench]:
     """A workspace with a model and a harness."""
     folder = tmp_path_factory.mktemp("harness")
-    workspace = init_workspace(folder)
-    config = InitModelConfig(hidden_size=16, intermediate_size=16, layers=1, context_length=64)
-    tokenizer = character_tokenizer(config.characters)
-    initial_model(config, tokenizer, seed=1).save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
-    workspace.catalog.add_model(folder / "model", "tiny")
-    workspace.close()
-    bench = Workbench(folder)
+    bench = with_models(folder, {"tiny": TINY})
     harness_folder(folder / "fetched", bench.root)
     bench.run("asset", "add", "harness:lm-eval", "fetched")
     yield bench

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from collections.abc import Iterator
@@ -11,12 +10,9 @@ from typing import Any
 import psutil
 import pyarrow.parquet
 import pytest
+from own_models import TINY, with_models
 from served_model import serving
 from workbench import Workbench
-
-from posttrain.app.workspace import init_workspace
-from posttrain.engine.config import InitModelConfig
-from posttrain.engine.models.files import character_tokenizer, initial_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 JUDGE = """
@@ -46,18 +42,9 @@ def score(completion, prompt):
 def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workbench]:
     """A workspace with a model, another that judges and is live on a channel, and a reward that calls it."""
     folder = tmp_path_factory.mktemp("judged")
-    workspace = init_workspace(folder)
-    for name, seed in (("tiny", 1), ("judge", 2)):
-        config = InitModelConfig(hidden_size=16, intermediate_size=16, layers=1, context_length=64)
-        tokenizer = character_tokenizer(config.characters)
-        initial_model(config, tokenizer, seed=seed).save_pretrained(folder / name)
-        tokenizer.save_pretrained(folder / name)
-        workspace.catalog.add_model(folder / name, name)
-    workspace.close()
     rows = [{"prompt": f"Q: sort {i}", "answer": "1"} for i in range(8)]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    bench = with_models(folder, {"tiny": TINY, "judge": TINY}, rows)
     (folder / "judge.py").write_text(JUDGE)
-    bench = Workbench(folder)
     yield bench
     bench.clean()
 

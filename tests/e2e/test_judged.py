@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,11 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from own_models import TINY, with_models
 from workbench import Workbench
-
-from posttrain.app.workspace import init_workspace
-from posttrain.engine.config import InitModelConfig
-from posttrain.engine.models.files import character_tokenizer, initial_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 RULES = (
@@ -27,27 +23,19 @@ RULES = (
 
 @pytest.fixture
 def home(tmp_path: Path) -> Workbench:
-    workspace = init_workspace(tmp_path)
-    config = InitModelConfig(hidden_size=16, intermediate_size=16, layers=1, context_length=64)
-    tokenizer = character_tokenizer(config.characters)
-    initial_model(config, tokenizer, seed=1).save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
-    workspace.catalog.add_model(tmp_path / "model", "tiny")
-    workspace.close()
-    rows = [{"prompt": f"Q: sort {i}"} for i in range(40)]
-    (tmp_path / "open.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    bench = with_models(tmp_path, {"tiny": TINY}, [{"prompt": f"Q: sort {i}"} for i in range(40)])
     (tmp_path / "rules.py").write_text(RULES)
-    return Workbench(tmp_path)
+    return bench
 
 
 @pytest.mark.journey
 def test_a_model_is_measured_by_a_reward(home: Workbench) -> None:
-    asked = ("eval", "model:tiny", "./open.jsonl", "--max-new-tokens", "8", "-o", "json")
+    asked = ("eval", "model:tiny", "./rows.jsonl", "--max-new-tokens", "8", "-o", "json")
     first = home.run(*asked, "--reward", "rules.py", "--entry", "digits", "--samples", "2")
     assert set(first.json["scores"]) == {
         f"evaluate/open/{name}" for name in ("reward", "sampled_reward", "response_tokens", "truncated")
     }
-    assert "40 of 40 items of path:open.jsonl have no answer to compare with" in first.err
+    assert "40 of 40 items of path:rows.jsonl have no answer to compare with" in first.err
     rows = home.run("get", first.json["run"], "-o", "json").json["scores"]["rows"]
     score = next(row for row in rows if row["metric"] == "open/reward")
     assert score["value"] == pytest.approx(first.json["scores"]["evaluate/open/reward"])
@@ -63,7 +51,7 @@ def test_a_model_is_measured_by_a_reward(home: Workbench) -> None:
 
 
 def test_what_cannot_be_measured_is_one_line(home: Workbench) -> None:
-    asked = ("eval", "model:tiny", "./open.jsonl", "--max-new-tokens", "8")
+    asked = ("eval", "model:tiny", "./rows.jsonl", "--max-new-tokens", "8")
     assert (
         "rules.py has no function 'digit' (did you mean 'digits'?)"
         in home.run(*asked, "--reward", "rules.py", "--entry", "digit", code=2).error
@@ -120,7 +108,7 @@ def test_audit_29_a_judge_s_key_reaches_its_reward_and_no_record(home: Workbench
         use = {"ref": "./judge.py", "network": [f"127.0.0.1:{port}"], "secrets": ["JUDGE_KEY"]}
         suite = {"data": "open", "max_new_tokens": 4, "reward": "judged"}
         stages = {"evaluate": {"kind": "evaluate", "model": "base", "suites": {"open": suite}}}
-        spec = {"name": "judged", "owner": "e2e", "seed": 1, "model": "model:tiny", "data": {"open": "./open.jsonl"}}
+        spec = {"name": "judged", "owner": "e2e", "seed": 1, "model": "model:tiny", "data": {"open": "./rows.jsonl"}}
         home.write("run.yaml", {**spec, "rewards": {"judged": use}, "stages": stages})
         refused = home.run("run", "run.yaml", code=2)
         assert (

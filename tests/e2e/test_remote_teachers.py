@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from own_models import TINY, with_models
 from safetensors.torch import load_file
 from served_model import serving
 from torch import Tensor
 from workbench import Workbench
 
-from posttrain.app.workspace import init_workspace
 from posttrain.domain.jobs import Metric, Note
-from posttrain.engine.config import InitModelConfig
-from posttrain.engine.models.files import character_tokenizer, initial_model
 from posttrain.store.trees import materialise
 
 KEY = {"TEACHER_PASS": "not-for-any-log"}
@@ -26,18 +23,10 @@ KEY = {"TEACHER_PASS": "not-for-any-log"}
 def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workbench]:
     """A workspace with a student, a larger teacher, and a model of other tokens."""
     folder = tmp_path_factory.mktemp("taught")
-    workspace = init_workspace(folder)
-    for name, seed, size, more in (("student", 1, 16, ""), ("teacher", 2, 32, ""), ("other", 3, 16, "é")):
-        config = InitModelConfig(hidden_size=size, intermediate_size=size, layers=1, context_length=64)
-        tokenizer = character_tokenizer(more + config.characters)
-        made = config.model_copy(update={"characters": more + config.characters})
-        initial_model(made, tokenizer, seed=seed).save_pretrained(folder / name)
-        tokenizer.save_pretrained(folder / name)
-        workspace.catalog.add_model(folder / name, name)
-    workspace.close()
+    larger = TINY.model_copy(update={"hidden_size": 32, "intermediate_size": 32})
+    other = TINY.model_copy(update={"characters": f"é{TINY.characters}"})
     rows = [{"prompt": f"Q: sort {i}"} for i in range(12)]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    bench = Workbench(folder)
+    bench = with_models(folder, {"student": TINY, "teacher": larger, "other": other}, rows)
     yield bench
     bench.clean()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import subprocess
@@ -15,13 +14,12 @@ from typing import Any
 
 import pytest
 import torch
+from own_models import with_models
 from safetensors.torch import load_file
 from torch import Tensor
 from workbench import PATIENCE, Workbench
 
-from posttrain.app.workspace import init_workspace
 from posttrain.engine.config import InitModelConfig
-from posttrain.engine.models.files import character_tokenizer, initial_model
 from posttrain.store.trees import materialise
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1500)]
@@ -45,20 +43,12 @@ def score(completion, prompt):
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workbench]:
     folder = tmp_path_factory.mktemp("vllm")
-    workspace = init_workspace(folder)
-    for name, seed, size in (("student", 1, 32), ("teacher", 2, 64)):
-        config = InitModelConfig(
-            hidden_size=size, heads=size // 32, kv_heads=1, intermediate_size=64, layers=2, context_length=64
-        )
-        tokenizer = character_tokenizer(config.characters)
-        initial_model(config, tokenizer, seed=seed).save_pretrained(folder / name)
-        tokenizer.save_pretrained(folder / name)
-        workspace.catalog.add_model(folder / name, name)
-    workspace.close()
-    rows = [{"prompt": f"Q: sort {i}", "answer": "1"} for i in range(12)]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    shape = {"kv_heads": 1, "intermediate_size": 64, "layers": 2, "context_length": 64}
+    models = {
+        name: InitModelConfig(hidden_size=32 * n, heads=n, **shape) for n, name in ((1, "student"), (2, "teacher"))
+    }
+    bench = with_models(folder, models, [{"prompt": f"Q: sort {i}", "answer": "1"} for i in range(12)])
     (folder / "judge.py").write_text(JUDGE)
-    bench = Workbench(folder)
     yield bench
     bench.clean()
 
