@@ -33,16 +33,16 @@ def test_a_model_is_measured_by_a_reward(home: Workbench) -> None:
     asked = ("eval", "model:tiny", "./rows.jsonl", "--max-new-tokens", "8", "-o", "json")
     first = home.run(*asked, "--reward", "rules.py", "--entry", "digits", "--samples", "2")
     assert set(first.json["scores"]) == {
-        f"evaluate/open/{name}" for name in ("reward", "sampled_reward", "response_tokens", "truncated")
+        f"evaluate/rows/{name}" for name in ("reward", "sampled_reward", "response_tokens", "truncated")
     }
     assert "40 of 40 items of path:rows.jsonl have no answer to compare with" in first.err
     rows = home.run("get", first.json["run"], "-o", "json").json["scores"]["rows"]
-    score = next(row for row in rows if row["metric"] == "open/reward")
-    assert score["value"] == pytest.approx(first.json["scores"]["evaluate/open/reward"])
+    score = next(row for row in rows if row["metric"] == "rows/reward")
+    assert score["value"] == pytest.approx(first.json["scores"]["evaluate/rows/reward"])
     assert 0 <= score["low"] <= score["value"] <= score["high"] <= 1
     other = home.run(*asked, "--reward", "rules.py", "--entry", "brief", "--dialect", "verl")
     compared = home.run("compare", first.json["run"], other.json["run"], "-o", "json").json
-    cell = next(row for row in compared["metrics"] if row["metric"] == "open/reward")["values"]["B"]
+    cell = next(row for row in compared["metrics"] if row["metric"] == "rows/reward")["values"]["B"]
     assert (cell["difference"], cell["unpaired"]) == (None, "its reward differs from that of A")
     home.run(*asked[:-2], "--reward", "rules.py", "--entry", "digits", "--samples", "2")  # attaches, and reports
     page = (home.root / "runs" / first.json["run"] / "report.html").read_text()
@@ -61,7 +61,7 @@ def test_what_cannot_be_measured_is_one_line(home: Workbench) -> None:
     failed = home.run(*asked, "--reward", "rules.py", "--entry", "much", "-o", "json", code=2)
     assert "must have a score from 0 to 1 (reward_range), got 3 for" in failed.err
     done = home.run(*asked, "--reward", "rules.py", "--entry", "much", "--reward-range", "0", "5", "-o", "json")
-    assert done.json["scores"]["evaluate/open/reward"] == 3.0
+    assert done.json["scores"]["evaluate/rows/reward"] == 3.0
 
 
 JUDGE = """
