@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import threading
+import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -413,6 +414,36 @@ def test_a_declared_role_may_be_there_too() -> None:
             DataflowConfig.model_validate({**given, "roles": {"tutor": {"model": there, **change}}})
     with pytest.raises(ValidationError, match="temperature must be 1 with tutor at a url"):
         DataflowConfig.model_validate({**given, "temperature": 0.5})
+
+
+def test_the_objects_of_one_answer_are_held_at_a_time() -> None:
+    """Rows in Python's objects are several times as large as the answers, of which 16 may arrive together."""
+    width, length = 64, 151
+    tops = {str(token): {"logprob": -9.0 - token / 99, "rank": token, "decoded_token": "x"} for token in range(width)}
+    data = json.dumps({"choices": [{"prompt_logprobs": [None, *[tops] * (length - 1)]}]}).encode()
+    stand_in, all_asked = StandIn(TEACHER, "vllm"), threading.Barrier(16)
+    stand_in.listed["data"][0]["max_model_len"] = length + 1
+
+    def answer(path: str, body: dict[str, Any]) -> tuple[int, Any]:
+        if path != "/v1/models":
+            all_asked.wait(60.0)
+        return 200, stand_in.listed if path == "/v1/models" else data
+
+    stand_in.answer = answer  # type: ignore[method-assign]
+    with serving(stand_in) as url:
+        model = RemoteSource("teacher", url, "big").open()
+        tracemalloc.start()
+        try:
+            one = json.loads(data)
+            objects = tracemalloc.get_traced_memory()[0] - len(data)
+            del one
+            tracemalloc.reset_peak()
+            model.hold(TokenBatch.pack([Document((1,), (2,) * (length - 1))] * 16), width, None)
+            peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+    assert objects > 2 * len(data)
+    assert peak < 32 * len(data) + 3 * objects
 
 
 def test_it_takes_memory_for_its_rows_only() -> None:
