@@ -14,6 +14,7 @@ import pyarrow.parquet
 import pytest
 from harness_folder import DOCUMENTS, harness_folder
 from own_models import TINY, with_models
+from served_model import serving
 from workbench import Finished, Workbench
 
 from posttrain.domain.harnesses import FACTS
@@ -73,6 +74,8 @@ def test_a_harness_measures_a_served_model(home: Workbench) -> None:
     assert found["stages"][0]["tokens"] == sum(map(len, asked)) + sum(one["tokens"] for one in own)
     assert "Q: 2" in (home.root / "runs" / run / "report.html").read_text()
     assert "serving model model:tiny@1: native engine, float32 on cpu, context 64" in log(home)
+    with serving(home, "model:tiny") as served:
+        assert served.ask("/health")[2]["compared"] < 1e-4, "with the log-probabilities that the stage recorded"
     (attempt,) = home.attempts(run, "bench")
     notes = [fact.message for fact in home.facts(attempt) if isinstance(fact, Note)]
     assert any(

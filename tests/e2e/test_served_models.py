@@ -189,7 +189,7 @@ BAD: list[tuple[str, Any, int, str]] = [
     ("/v1/completions", b"[" * 100_000, 400, "JSON"),
     ("/v1/completions", b"\xff", 400, "JSON"),
     ("/v1/completions", [1], 400, "object"),
-    ("/v1/completions", b'{"prompt": "' + b"x" * (9 << 20) + b'"}', 400, "bytes"),
+    ("/v1/completions", b'{"prompt": "' + b"x" * (9 << 20) + b'"}', 413, "bytes"),
     ("/v1/completions", b'{"prompt": "\\ud800"}', 400, "JSON"),
     ("/v1/completions", b'{"prompt": "x", "stream_options": {"\\ud800": true}}', 400, "JSON"),
     ("/v1/completions", {"prompt": [1, True]}, 400, "whole numbers from 0, got True"),
@@ -198,6 +198,8 @@ BAD: list[tuple[str, Any, int, str]] = [
     ("/v1/completions", {"prompt": "x" * 10**6}, 400, "got 1000000 characters"),
     ("/v1/completions", {"prompt": [[]] * 10**6}, 400, "1024"),
     ("/v1/completions", {"prompt": [[5] * 80] * 1024, "echo": True, "logprobs": 20, "max_tokens": 1}, 400, "in all"),
+    ("/v1/completions", {"prompt": ["x"] * 64, "n": 16, "logprobs": 20, "max_tokens": 90}, 400, "in all"),
+    ("/v1/completions", {"prompt": "x", "temperature": 1e-40}, 400, "temperature: must be 0 or at least 1e-06"),
     ("/v1/completions", {"prompt": "x", "max_tokens": True}, 400, "max_tokens"),
     ("/v1/completions", {"prompt": "x", "best_of": 3}, 400, "best_of: is not implemented, got '3'; leave it out"),
     ("/v1/completions/", {"prompt": "x"}, 404, "is not a route"),
@@ -207,6 +209,8 @@ BAD: list[tuple[str, Any, int, str]] = [
     ("/v1/chat/completions", {"messages": [{"content": "x"}]}, 400, "role"),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "type text"),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": 5}]}, 400, "must be text"),
+    ("/v1/chat/completions", {"messages": [{"role": "user"}]}, 400, "must be text, got None"),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "text"}]}]}, 400, "must be text"),
     (
         "/v1/chat/completions",
         {"messages": [{"role": "user", "content": "x"}], "top_logprobs": 2},
@@ -214,6 +218,7 @@ BAD: list[tuple[str, Any, int, str]] = [
         "logprobs: true",
     ),
     ("/inference/v1/generate", {"token_ids": []}, 400, "token_ids"),
+    ("/inference/v1/generate", {"token_ids": "abc"}, 400, "token_ids: must be token ids, got 'abc'"),
     ("/v1/embeddings", {"input": "x"}, 404, "is not a route"),
 ]
 

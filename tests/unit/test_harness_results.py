@@ -62,7 +62,7 @@ def written(folder: Path, **settings: Any) -> tuple[dict[str, float], list[str]]
     job = cast("Job", SimpleNamespace(folder=folder, sink=said.append))
     (folder / "outputs").mkdir(exist_ok=True)
     config = HarnessConfig(model="base", harness="lm-eval", **settings)
-    means = write_results(job, config, FACTS, folder / "left")
+    means = write_results(job, config, FACTS, folder / "left", lambda _: {})
     return means, [one.message for one in said if isinstance(one, Note)]
 
 

@@ -12,13 +12,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings, strategies as st
 
 from posttrain.domain.errors import BusyError, InputError, IntegrityError, JobFailedError
+from posttrain.engine.config import InitModelConfig
 from posttrain.engine.models.adapters import write_adapter
+from posttrain.engine.models.files import character_tokenizer, initial_model
 from posttrain.engine.models.language_model import adopt_module
+from posttrain.engine.rollout.backends.module import ModuleRollout
 from posttrain.engine.rollout.backends.native import NativeRollout
 from posttrain.engine.rollout.backends.scripted import ScriptedRollout
+from posttrain.engine.rollout.port import RolloutEngine
+from posttrain.engine.rollout.worker import open_rollout
 from posttrain.jobs.bodies.serving import END, Serving, _keep as keep
 from posttrain.serving import engines, service
 from posttrain.serving.app import Limits, Spending, Turns
@@ -433,7 +439,7 @@ def test_adapters_of_another_form_are_refused_with_their_form(tmp_path: Path) ->
 # --- the engine's orders ----------------------------------------------------------------------------------------------
 
 
-def orders(*given_orders: dict[str, Any], rollout: ScriptedRollout) -> list[dict[str, Any]]:
+def orders(*given_orders: dict[str, Any], rollout: RolloutEngine) -> list[dict[str, Any]]:
     lines: queue.SimpleQueue[str] = queue.SimpleQueue()
     for one in given_orders:
         lines.put(json.dumps(one) + "\n")
@@ -491,6 +497,58 @@ def test_texts_of_different_orders_are_never_scored_together(monkeypatch: pytest
     assert {name for one in found for name, *_ in one["failed"]} == {*many, "b", "c"}
 
 
+@pytest.mark.parametrize("engine", ["native", "module"])
+def test_a_request_with_logits_that_are_not_finite_fails_alone(engine: str) -> None:
+    """Other requests get the tokens that they get alone, also in a stream that has begun; scores fail alone too."""
+
+    def opened() -> RolloutEngine:
+        config = InitModelConfig(hidden_size=16, intermediate_size=16, layers=1, context_length=64)
+        module = initial_model(config, character_tokenizer(config.characters), 0)
+        with torch.no_grad():
+            module.model.embed_tokens.weight = torch.nn.Parameter(
+                module.model.embed_tokens.weight.clone()
+            )  # not the head's
+            module.model.embed_tokens.weight[5] = torch.nan
+        model = adopt_module(module)
+        return open_rollout(model, None) if engine == "native" else ModuleRollout(model)
+
+    def tokens(found: list[dict[str, Any]]) -> dict[str, list[int]]:
+        said: dict[str, list[int]] = {}
+        for one in found:
+            for name, some, *_ in (*one.get("deltas", ()), *one.get("done", ())):
+                said.setdefault(name, []).extend(some)
+        return said
+
+    sampling = {"max_new_tokens": 40, "greedy": True, "ignore_eos": True}
+    good = [generation(name, 40, tokens=[1, first], sampling=sampling) for first, name in enumerate("abc", 2)]
+    score = {"score": {"texts": {"scored": [1, 2, 3]}, "top": 0, "policy": ""}}
+    whole = {"generate": [generation("whole", 40, tokens=[1, 6], sampling=sampling)]}
+    alone = tokens(orders({"generate": good, "stream": True}, whole, rollout=opened()))
+    assert {len(some) for some in alone.values()} == {40}
+    rollout, lines = opened(), queue.SimpleQueue[str]()
+    lines.put(json.dumps({"generate": good, "stream": True}) + "\n")
+    answers, found = Serving(rollout).answers(lines), []
+    while not any(one.get("deltas") for one in found):
+        found.append(next(answers))
+    for order in (
+        whole,
+        {"generate": [generation("bad", 40, tokens=[1, 5], sampling=sampling)]},
+        {"score": {"texts": {"worse": [1, 5, 2]}, "top": 0, "policy": ""}},
+        score,
+    ):
+        lines.put(json.dumps(order) + "\n")
+    lines.put(END)
+    found += answers
+    failed = {name: (message, wrong) for one in found for name, message, wrong in one.get("failed", ())}
+    assert failed == {
+        "bad": ("policy logits must be finite, got NaN or infinity while sampling; the policy has diverged", False),
+        "worse": ("policy logits must be finite, got NaN or infinity while scoring; the policy has diverged", False),
+    }
+    assert [name for one in found for name, *_ in one.get("scored", ())] == ["scored"]
+    assert tokens(found) == alone
+    assert {name for one in found for name, *_ in one.get("deltas", ())} == {"a", "b", "c"}
+
+
 def test_an_engine_that_cannot_score_says_so_and_goes_on() -> None:
     rollout = ScriptedRollout(lambda prompt, sample: range(10, 30), context_length=64)
     found = orders(
@@ -512,6 +570,7 @@ def test_an_engine_that_cannot_score_says_so_and_goes_on() -> None:
         ({"prompt": "x", "seed": 2**70}, "seed"),
         ({"prompt": "x", "seed": True}, "seed"),
         ({"prompt": "x", "temperature": "hot"}, "temperature"),
+        ({"prompt": "x", "temperature": 1e-40}, "temperature: must be 0 or at least 1e-06, got 1e-40"),
         ({"prompt": "x", "max_tokens": 1.5}, "max_tokens"),
         ({"prompt": "x", "n": 0}, "n"),
         ({"prompt": "x", "stop": [""]}, "stop"),

@@ -8,7 +8,7 @@ rejected row with its error, are the same as if each row were encoded before the
 be a prefix of the rendering one turn later, since a template that rewrites earlier turns would train on tokens that
 inference never produces.
 
-Stop strings end a response; `stop_fault` checks them.
+Stop strings end a response; `stop_fault` checks them. `LEAST_TEMPERATURE` is the least temperature of sampling.
 
 `time_limit` limits the running time of untrusted programs such as chat templates. It raises an exception in the thread
 that runs the program, which interrupts Python code between bytecodes. It does not interrupt a single operation in C;
@@ -31,6 +31,7 @@ from posttrain.domain.errors import InputError
 Ids = tuple[int, ...]
 Row = Mapping[str, Any]
 Messages = Sequence[Mapping[str, Any]]
+LEAST_TEMPERATURE = 1e-6  # of sampling; logits divided by less can overflow
 _BATCH = 1000  # rows whose texts are in memory at the same time
 _BROKEN = (
     "the chat template renders an earlier turn differently once a later one follows, so prompts cannot be separated "

@@ -18,7 +18,7 @@ from pydantic import (
 
 from posttrain.domain.adapters import AUTO, HEAD, MOST_RANK, AdapterSize, SavedAdapter
 from posttrain.domain.placement import LONGEST, ROLE_NAME, Amount, ParsedAmount, StallAfter, parse_duration
-from posttrain.domain.rendering import stop_fault
+from posttrain.domain.rendering import LEAST_TEMPERATURE, stop_fault
 from posttrain.domain.roles import SERVED
 from posttrain.domain.runspec import Name, SecretName, may_be_secret
 from posttrain.domain.validation import Frozen
@@ -40,7 +40,7 @@ Memory = Annotated[Amount | Literal["auto"], ParsedAmount]  # bytes
 Worth = Annotated[float, Field(ge=-1e9, le=1e9)]  # a response's reward
 Seconds = Annotated[float, Field(gt=0, le=MOST_TIMEOUT)]
 Timeout = Annotated[float, Field(ge=1, le=LONGEST), BeforeValidator(parse_duration)] | Literal["auto"]
-Temperature = Annotated[float, Field(gt=0, le=1000)]
+Temperature = Annotated[float, Field(ge=LEAST_TEMPERATURE, le=1000)]
 SuiteName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]  # part of metric names
 Word = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.:/@+-]*$")]
 

@@ -12,7 +12,7 @@ from posttrain.serving.engines import Scored, Served
 from posttrain.serving.texts import Growing
 from posttrain.serving.wire import MOST_CHOICES, Asked, Choice
 
-_MOST_LOGPROBS = 1 << 20  # log-probabilities of prompts in one answer
+_MOST_LOGPROBS = 1 << 20  # in one answer
 
 
 def refuse_unfit(asked: Asked, served: Served, most: int) -> None:
@@ -45,19 +45,27 @@ def refuse_unfit(asked: Asked, served: Served, most: int) -> None:
                 f"{field}: the context has {context} tokens, got {len(prompt)} and up to {limit} more; shorten the "
                 "prompt or lower max_tokens"
             )
+    _refuse_many_logprobs(asked, context, vocabulary)
+    tempered = not asked.sampling["greedy"] and asked.sampling["temperature"] != 1
+    if asked.form == "tokens" and asked.top and tempered:
+        raise InputError("logprobs: must be 0 at a temperature other than 0 and 1, got more; set logprobs: 0")
+
+
+def _refuse_many_logprobs(asked: Asked, context: int, vocabulary: int) -> None:
+    """Refuse an answer with more log-probabilities than a server sends while it serves others."""
     top = max(asked.top or 0, asked.prompt_top or 0)
     name = "prompt_logprobs" if asked.prompt_top == top and not asked.echo else "logprobs"
     if top > vocabulary:
         raise InputError(f"{name}: must be at most {vocabulary}, the vocabulary, got {top}; lower it")
-    places = sum(map(len, asked.prompts)) * asked.n if asked.prompt_top is not None else 0
+    prompts = sum(map(len, asked.prompts))
+    limits = asked.n * sum(context - len(one) if asked.limit is None else asked.limit for one in asked.prompts)
+    places = 0 if asked.prompt_top is None else prompts * asked.n
+    places += 0 if asked.top is None else limits
     if places * (1 + top) > _MOST_LOGPROBS:
         raise InputError(
-            f"{name}: must be at most {_MOST_LOGPROBS} in all, got {places} tokens of prompts with {top} each; send "
-            f"shorter prompts, or lower {name}"
+            f"{name}: must be at most {_MOST_LOGPROBS} in all, got up to {places} tokens with {1 + top} each; lower "
+            f"{name}, max_tokens or n, or send fewer prompts"
         )
-    tempered = not asked.sampling["greedy"] and asked.sampling["temperature"] != 1
-    if asked.form == "tokens" and asked.top and tempered:
-        raise InputError("logprobs: must be 0 at a temperature other than 0 and 1, got more; set logprobs: 0")
 
 
 def policy_of(asked: Asked, served: Served) -> str:

@@ -52,12 +52,24 @@ _PATIENCE = 60.0  # seconds within which a client must send its body, and read e
 _OTHER_METHOD = 405
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _RETRY = {"retry-after": "1"}
+
+
+class _SizeError(InputError):
+    """A body is too large."""
+
+
+class _MethodError(InputError):
+    """A path needs another method."""
+
+
 _STATUS: tuple[tuple[type[PosttrainError], int, str], ...] = (
     (AuthenticationError, 401, "authentication_error"),
     (AccessError, 403, "permission_error"),
     (NotFoundError, 404, "not_found_error"),
     (LimitError, 429, "rate_limit_error"),
     (BusyError, 429, "rate_limit_error"),
+    (_SizeError, 413, "invalid_request_error"),
+    (_MethodError, 405, "invalid_request_error"),
     (InputError, 400, "invalid_request_error"),
     (JobFailedError, 500, "server_error"),
     (PosttrainError, 503, "server_error"),
@@ -366,9 +378,7 @@ async def _no_route(request: Request, error: Exception) -> Response:
     """Return the error of a path without a route, or of a route with another method."""
     what = f"{request.method[:20]} {request.url.path[:80]!a}"
     if isinstance(error, HTTPException) and error.status_code == _OTHER_METHOD:
-        found = problem(NotFoundError(f"{what}: the path needs another method; see docs/howto/serve-model.md"))
-        found.status_code = _OTHER_METHOD
-        return found
+        return problem(_MethodError(f"{what}: the path needs another method; see docs/howto/serve-model.md"))
     return problem(NotFoundError(f"{what}: is not a route of this server, as /v1/models, /health and /metrics are"))
 
 
@@ -410,14 +420,14 @@ async def _body(request: Request) -> dict[str, Any]:
         InputError: it is not one, too large, or arrives too slowly.
     """
     if int(request.headers.get("content-length") or 0) > MOST_BODY:
-        raise InputError(f"body: must have at most {MOST_BODY} bytes, got {request.headers['content-length'][:20]}")
+        raise _SizeError(f"body: must have at most {MOST_BODY} bytes, got {request.headers['content-length'][:20]}")
     received = bytearray()
     try:
         async with asyncio.timeout(_PATIENCE):
             async for piece in request.stream():
                 received += piece
                 if len(received) > MOST_BODY:
-                    raise InputError(f"body: must have at most {MOST_BODY} bytes, got more; send fewer prompts")
+                    raise _SizeError(f"body: must have at most {MOST_BODY} bytes, got more; send fewer prompts")
         found = await asyncio.to_thread(_loaded, bytes(received))
     except TimeoutError as error:
         raise InputError(

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from posttrain.domain.canonical import derive_seed
 from posttrain.domain.errors import InputError
-from posttrain.domain.rendering import stop_fault
+from posttrain.domain.rendering import LEAST_TEMPERATURE, stop_fault
 from posttrain.domain.validation import validated
 from posttrain.serving.texts import Texts
 
@@ -232,6 +232,8 @@ def asked_chat(body: Mapping[str, Any], name: str, seed: int, texts: Texts) -> A
 def asked_tokens(body: Mapping[str, Any], name: str, seed: int, texts: Texts) -> Asked:
     """Return the common form of a request for tokens; see `asked_completion`."""
     asked = _parsed(TokensRequest, body)
+    if not isinstance(asked.token_ids, list):
+        raise InputError(f"token_ids: must be token ids, got {asked.token_ids!r:.60}; change it")
     params, prompt = asked.sampling_params, _tokens_of(asked.token_ids, texts, False, "token_ids")
     return Asked(
         "tokens", name, asked.model, (prompt,), params.n, params.max_tokens,
@@ -245,6 +247,11 @@ def _sampling(asked: _Request, seed: int, *, ignore_eos: bool = False) -> dict[s
     if fault := stop_fault(stop):
         raise InputError(f"stop: {fault}")
     greedy = asked.temperature == 0
+    if not greedy and asked.temperature < LEAST_TEMPERATURE:
+        raise InputError(
+            f"temperature: must be 0 or at least {LEAST_TEMPERATURE:g}, got {asked.temperature:g}; use 0 for the most "
+            "likely tokens"
+        )
     return {
         "temperature": 1.0 if greedy else asked.temperature,
         "greedy": greedy,
@@ -272,9 +279,10 @@ def _message(message: Mapping[str, Any], place: int) -> dict[str, Any]:
         kinds = [part.get("type") if isinstance(part, dict) else None for part in content]
         if odd := [kind for kind in kinds if kind != "text"]:
             raise InputError(f"messages.{place}.content: must be parts of type text, got {odd[0]!r:.40}; send text")
-        content = "".join(str(part.get("text", "")) for part in content)
-    if content is not None and not isinstance(content, str):
-        raise InputError(f"messages.{place}.content: must be text, got {type(content).__name__}; send text")
+        said = [part.get("text") for part in content]
+        content = "".join(said) if all(isinstance(one, str) for one in said) else said
+    if not isinstance(content, str) and (content is not None or message["role"] != "assistant"):  # it may call tools
+        raise InputError(f"messages.{place}.content: must be text, got {content!r:.40}; send text")
     return {**message, "content": content}
 
 

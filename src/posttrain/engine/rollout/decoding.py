@@ -30,8 +30,7 @@ from tokenizers import decoders
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from posttrain.domain.errors import JobFailedError
-from posttrain.engine.rollout.port import Generation, SamplingParams
+from posttrain.engine.rollout.port import Generation, NotFiniteError, SamplingParams
 from posttrain.engine.rollout.sampling import choose, row_keys, uniforms
 from posttrain.engine.samples import Floats, Ints
 
@@ -222,7 +221,7 @@ class BatchDecoding:
         """Sample one token for every row that is not over; return the rows that this token ends.
 
         Raises:
-            JobFailedError: a logit is not finite.
+            NotFiniteError: a logit is not finite.
         """
         if self._session is None:
             self._session = self._begun()
@@ -236,9 +235,7 @@ class BatchDecoding:
             logits, self._random if sampling.greedy else self._random[slots, step % _RANDOM_BLOCK], sampling
         )
         if not math.isfinite(float(logprobs.sum())):  # the sum is finite only if every term is
-            raise JobFailedError(
-                "policy logits must be finite, got NaN or infinity while sampling; the policy has diverged"
-            )
+            raise NotFiniteError("sampling", (self._work[row].id for row in slots[~logprobs.isfinite()].tolist()))
         self._tokens[slots, step], self._logprobs[slots, step] = chosen, logprobs
         stopped = self._ends.reached(chosen, slots, self._over)
         done = (stopped | (self._limits[slots] == step + 1)) & ~self._over

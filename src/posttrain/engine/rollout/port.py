@@ -17,14 +17,22 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from posttrain.domain.errors import InputError
-from posttrain.domain.rendering import stop_fault
+from posttrain.domain.errors import InputError, JobFailedError
+from posttrain.domain.rendering import LEAST_TEMPERATURE, stop_fault
 from posttrain.engine.batch import Provenance
 from posttrain.engine.samples import Floats, Group, Ints, Segment, Trajectory
 
 InFlight = Literal["finish", "recompute", "keep_kv"]
 Context = tuple[int, ...] | str  # computed tokens: themselves, or the session that holds their beginning
 Positions = npt.NDArray[np.int64]  # [rows]
+
+
+class NotFiniteError(JobFailedError):
+    """The model returned logits that are not finite."""
+
+    def __init__(self, doing: str, ids: Iterable[str] = ()) -> None:
+        super().__init__(f"policy logits must be finite, got NaN or infinity while {doing}; the policy has diverged")
+        self.ids = frozenset(ids)  # the generations with such logits
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +59,10 @@ class SamplingParams:
         for name in ("max_new_tokens", "batch_size"):
             if getattr(self, name) < 1:
                 raise InputError(f"sampling {name} must be >= 1, got {getattr(self, name)}")
-        if not 0 < self.temperature < float("inf"):
+        if not LEAST_TEMPERATURE <= self.temperature < float("inf"):
             raise InputError(
-                f"sampling temperature must be > 0, got {self.temperature}; to take the most likely token, set greedy"
+                f"sampling temperature must be at least {LEAST_TEMPERATURE:g}, got {self.temperature:g}; to take the "
+                "most likely token, set greedy"
             )
         if self.top_k < 0 or not 0 < self.top_p <= 1 or not 0 <= self.min_p < 1:
             raise InputError(
@@ -240,7 +249,7 @@ class RolloutEngine(Protocol):
         `timeout` seconds without a response, and immediately if the engine is idle or paused.
 
         Raises:
-            JobFailedError: the model returned logits that are not finite.
+            NotFiniteError: the model returned logits that are not finite.
             IntegrityError: another component re-pointed weights that a zero-copy engine reads.
         """
 
@@ -262,7 +271,7 @@ class RolloutEngine(Protocol):
         Raises:
             InputError: a text is empty or longer than the context; `top` is negative or larger than the vocabulary; the
                 engine does not serve the policy.
-            JobFailedError: the model returned logits that are not finite.
+            NotFiniteError: the model returned logits that are not finite.
         """
 
     def release(self, sessions: Collection[str]) -> None:

@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from posttrain.domain.errors import InputError, JobFailedError
+from posttrain.domain.errors import InputError
 from posttrain.engine.models.language_model import LanguageModel
-from posttrain.engine.rollout.port import PromptLogprobs
+from posttrain.engine.rollout.port import NotFiniteError, PromptLogprobs
 from posttrain.engine.samples import Floats, Ints
 
 _TOGETHER = 8192  # tokens of texts computed together
@@ -64,7 +64,7 @@ def _scored(model: LanguageModel, texts: Sequence[Sequence[int]], top: int) -> I
         here = lasts[(lasts >= begin) & (lasts < begin + len(logits))] - begin
         ended = scores[torch.from_numpy(here).to(model.device)].topk(max(1, top), -1)
         if not bool(said.isfinite().all() and ended.values[:, 0].isfinite().all()):
-            raise JobFailedError("policy logits must be finite, got NaN or infinity while scoring; the policy diverged")
+            raise NotFiniteError("scoring")
         found.append((_numpy(said), likeliest.indices.int().cpu().numpy(), _numpy(likeliest.values)))
         after += zip(ended.indices.int().cpu().numpy(), _numpy(ended.values), strict=True)
     each, tops, values = (np.concatenate(parts) for parts in zip(*found, strict=True))

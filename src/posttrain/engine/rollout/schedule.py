@@ -21,9 +21,9 @@ from typing import final
 import numpy as np
 import numpy.typing as npt
 
-from posttrain.domain.errors import InputError, JobFailedError
+from posttrain.domain.errors import InputError
 from posttrain.engine.rollout.decoding import StopStrings, Tail
-from posttrain.engine.rollout.port import Completion, Context, Delta, Generation, InFlight
+from posttrain.engine.rollout.port import Completion, Context, Delta, Generation, InFlight, NotFiniteError
 from posttrain.engine.samples import Floats, Ints, Segment, Status, Trajectory
 
 _REFILL_SHARE = 16  # slots are refilled when a 16th is free: a short prompt costs as much as a step
@@ -383,7 +383,7 @@ class RowTable:
         """Append the first tokens [rows] of these rows; return the rows that end.
 
         Raises:
-            JobFailedError: see `note`.
+            NotFiniteError: see `note`.
         """
         at = np.array([self._place[row.number] for row in rows], dtype=np.int64)
         self._read[at] = 0
@@ -393,7 +393,7 @@ class RowTable:
         """Append drawn tokens, [steps, rows] in order; return the ended rows. Tokens after an end are dropped.
 
         Raises:
-            JobFailedError: a log-probability is not finite.
+            NotFiniteError: a log-probability is not finite.
         """
         self._steps += len(tokens)
         if len(tokens) == 1 and self._nothing_ends(tokens[0], logprobs[0]):
@@ -466,8 +466,9 @@ class RowTable:
     def _say(self, at: Indices | slice, tokens: Indices, logprobs: Floats) -> npt.NDArray[np.bool_]:
         """Append a token to the rows at these indices; return whether it ends each of them."""
         if not math.isfinite(logprobs.sum()):  # the sum is finite only if every term is
-            raise JobFailedError(
-                "policy logits must be finite, got NaN or infinity while sampling; the policy has diverged"
+            rows = self.rows if isinstance(at, slice) else [self.rows[place] for place in at.tolist()]
+            raise NotFiniteError(
+                "sampling", (rows[n].asked.id for n in np.flatnonzero(~np.isfinite(logprobs)).tolist())
             )
         said, lines = self._said[at], self._line[at]
         self._longest += 1

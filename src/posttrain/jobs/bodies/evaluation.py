@@ -11,8 +11,9 @@ device and the fall-backs, followed by one line per response: `{"prompt", "sampl
 """
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,8 @@ def body(job: Job) -> JobResult:
         return failed(error, meter.tokens)
     if results is None:
         return JobResult("stopped", tokens=meter.tokens)
-    means = write_tables(results, job.folder / "outputs", fixed_logprobs(model, results))
+    prompts = (item.prompt for result in results for item in result.items)
+    means = write_tables(results, job.folder / "outputs", fixed_logprobs(model, prompts))
     job.sink(Metric(0, {**means, **peak_memory()}, time.time()))
     return JobResult("succeeded", OUTPUTS, means | slower, meter.tokens)
 
@@ -143,13 +145,12 @@ def _answer(
     return results
 
 
-def fixed_logprobs(model: LanguageModel, results: Sequence[SuiteResult]) -> dict[str, str]:
-    """Return the log-probabilities of the first prompts under the evaluated model.
+def fixed_logprobs(model: LanguageModel, prompts: Iterable[Sequence[int]]) -> dict[str, str]:
+    """Return the log-probabilities of the first prompts under the evaluated model, as metadata of the items.
 
     A server of the model compares its own with them before it answers anyone (`domain.jobs.FIXED_LOGPROBS`).
     """
-    prompts = [item.prompt[:_FIXED_TOKENS] for result in results for item in result.items if len(item.prompt) > 1]
-    texts = prompts[:_FIXED]
+    texts = list(islice((list(prompt[:_FIXED_TOKENS]) for prompt in prompts if len(prompt) > 1), _FIXED))
     found = [one.logprobs[1:].tolist() for one in prompt_logprobs(model, texts, 0)] if texts else []
     kind = str(model.dtype).removeprefix("torch.")
     return {FIXED_LOGPROBS: canonical_json({"texts": texts, "logprobs": found, "dtype": kind}).decode()}

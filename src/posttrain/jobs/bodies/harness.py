@@ -18,8 +18,9 @@ import shutil
 import sys
 import tarfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -30,7 +31,14 @@ from posttrain.domain.jobs import JobResult, Metric, Note, Progress, seconds_sho
 from posttrain.domain.kinds import HARNESS, ItemRange
 from posttrain.engine.config import HarnessConfig
 from posttrain.foreign.evaluations import Answered, Measured, read_answers, read_evaluation
-from posttrain.jobs.bodies.evaluation import ITEM_TYPES, METRIC_TYPES, OUTPUTS, write_table
+from posttrain.jobs.bodies.evaluation import (
+    ITEM_TYPES,
+    METRIC_TYPES,
+    OUTPUTS,
+    fixed_logprobs,
+    open_model,
+    write_table,
+)
 from posttrain.jobs.bodies.rewards import workspace_folders
 from posttrain.jobs.bodies.served import ServedModel
 from posttrain.jobs.bodies.training import choose, tell_sizes
@@ -68,8 +76,10 @@ def body(job: Job) -> JobResult:
             job.sink(Note(f"starting {facts.program}; it loads its tasks, which may take a minute", time.time()))
             for note in (*_ran(program, out, watch, job, served), *_truncated(job)):
                 job.sink(Note(note, time.time(), "warning"))
-            means = write_results(job, config, facts, out)
-            watch.tell(watch.total)
+        means = write_results(
+            job, config, facts, out, partial(_fixed, job, config)
+        )  # after the server has freed its memory
+        watch.tell(watch.total)
     except _StoppedError:
         return JobResult("stopped", tokens=served.tokens)
     except Exception as error:
@@ -226,8 +236,13 @@ def _inspect(config: HarnessConfig, facts: Harness) -> Iterator[str]:
     yield from ("--limit", str(config.limit)) if config.limit else ()
 
 
-def write_results(job: Job, config: HarnessConfig, facts: Harness, out: Path) -> dict[str, float]:
+def write_results(
+    job: Job, config: HarnessConfig, facts: Harness, out: Path, about: Callable[[Iterable[str]], Mapping[str, str]]
+) -> dict[str, float]:
     """Write both tables; return the mean of each metric, and the aggregates of the others.
+
+    Args:
+        about: prompts → the metadata of the items.
 
     Raises:
         ProgramError: results are missing, of other tasks, or outside of their range.
@@ -269,8 +284,16 @@ def write_results(job: Job, config: HarnessConfig, facts: Harness, out: Path) ->
     if lacking:
         raise ProgramError(f"{facts.program}: results of {lacking[0]} are missing; see log.txt, then fetch again")
     write_table(columns, METRIC_TYPES, job.folder / OUTPUTS["metrics"].path)
-    write_table(_items(answers, measured, wanted), ITEM_TYPES, job.folder / OUTPUTS["items"].path)
+    items = job.folder / OUTPUTS["items"].path
+    write_table(_items(answers, measured, wanted), ITEM_TYPES, items, about(one.prompt for one in answers))
     return means
+
+
+def _fixed(job: Job, config: HarnessConfig, prompts: Iterable[str]) -> Mapping[str, str]:
+    """Return the log-probabilities of the first prompts; their tokens are not the stage's."""
+    model, tokenizer = open_model(job, config.runtime)
+    texts = dict.fromkeys(prompts)
+    return fixed_logprobs(model, (tokenizer.encode(text, add_special_tokens=False) for text in texts))
 
 
 def _refuse_others(

@@ -9,8 +9,10 @@ The first line of standard input is the request, and each further line an order;
   log-probabilities, likeliest tokens, their log-probabilities, likeliest next tokens, their log-probabilities]`. Texts
   of different orders are never scored together, so an order has the same answer in any company.
 - `{"abort": [id, …]}`: these generations are `done` with their tokens so far.
-- `failed`, `[id, message, whether the request is at fault]`, answers an order that cannot be carried out. An error of
-  the model ends all orders in progress, and the engine continues.
+- `failed`, `[id, message, whether the request is at fault]`, answers an order that cannot be carried out. A generation
+  or an order of texts with logits that are not finite fails alone: the engine drops all its generations, and generates
+  the others again, with the same tokens. Another error of the model ends all orders in progress, and the engine
+  continues.
 
 Scorings wait for each other, not for generations: between two steps of decoding, the engine scores at most one pack.
 """
@@ -20,19 +22,27 @@ from __future__ import annotations
 import json
 import queue
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 import torch
 
 from posttrain.domain.errors import InputError, PosttrainError
+from posttrain.domain.validation import validated
 from posttrain.engine.models.adapters import attach_saved, attached, fill, in_folder, read_adapter, trained_parameters
 from posttrain.engine.models.files import ModelSource, load_tokenizer
 from posttrain.engine.models.language_model import LanguageModel
 from posttrain.engine.rollout.backends.native import NativeRollout
 from posttrain.engine.rollout.decoding import StopStrings
-from posttrain.engine.rollout.port import Completion, Generation, PromptLogprobs, RolloutEngine, SamplingParams
+from posttrain.engine.rollout.port import (
+    Completion,
+    Generation,
+    NotFiniteError,
+    PromptLogprobs,
+    RolloutEngine,
+    SamplingParams,
+)
 from posttrain.engine.rollout.worker import decoding_fallbacks, open_rollout
 from posttrain.engine.settings import InferenceRuntimeConfig
 from posttrain.jobs.bodies.training import settled_device
@@ -45,7 +55,7 @@ END = ""  # the line after the last one
 def serve(asked: tuple[Mapping[str, Any], IO[str]]) -> Iterator[Mapping[str, Any]]:
     """Open a model; yield its facts, and then the answers to the orders."""
     request, lines = asked
-    runtime, folder = InferenceRuntimeConfig.model_validate(request["runtime"]), Path(request["folder"])
+    runtime, folder = validated(InferenceRuntimeConfig, request["runtime"], "serve-model"), Path(request["folder"])
     device, tokenizer = settled_device(runtime), load_tokenizer(folder)
     model = ModelSource(folder, runtime.dtype).open(device)
     adapters = {name: Path(place) for name, place in request.get("adapters", {}).items()}
@@ -117,8 +127,9 @@ class Serving:
 
     def __init__(self, rollout: RolloutEngine) -> None:
         self._rollout = rollout
-        self._unanswered: set[str] = set()  # generations
+        self._unanswered: dict[str, Mapping[str, Any]] = {}  # generation → its order
         self._streams: dict[str, int] = {}  # generation → tokens that were in deltas
+        self._again: dict[str, int] = {}  # generation that begins again → tokens of it that were in deltas
         self._packs: list[Mapping[str, Any]] = []  # that wait to be scored
 
     def answers(self, orders: Orders) -> Iterator[Mapping[str, Any]]:
@@ -135,6 +146,9 @@ class Serving:
                 done = self._rollout.completed(0.0) if self._unanswered else []
                 found["deltas"] = self._deltas() if self._streams else []
                 found["done"] = [self._done(one) for one in done]
+            except NotFiniteError as error:
+                found["done"] = self._begin_again(error.ids)
+                found["failed"] = [*failed, *((one, str(error), False) for one in error.ids)]
             except PosttrainError as error:
                 found["failed"] = [*failed, *self._fail_all(str(error))]
             if any(found.values()):
@@ -155,7 +169,7 @@ class Serving:
             self._rollout.submit([_generation(one) for one in order["generate"]])
         except InputError as error:
             return [(one, str(error), True) for one in ids]
-        self._unanswered.update(ids)
+        self._unanswered |= {one["id"]: one for one in order["generate"]}
         self._streams |= dict.fromkeys(ids, 0) if order.get("stream") else {}
         return []
 
@@ -166,8 +180,8 @@ class Serving:
         pack = self._packs[0]
         try:
             found = self._rollout.score(list(pack["texts"].values()), pack["top"], pack["policy"])
-        except InputError as error:
-            failed += [(text, str(error), True) for text in pack["texts"]]
+        except (InputError, NotFiniteError) as error:
+            failed += [(text, str(error), isinstance(error, InputError)) for text in pack["texts"]]
             found = []
         del self._packs[0]  # after another error, it fails with the others
         return [(text, *_scores(scores)) for text, scores in zip(pack["texts"], found, strict=False)]
@@ -175,22 +189,38 @@ class Serving:
     def _deltas(self) -> list[Sequence[Any]]:
         found = list[Sequence[Any]]()
         for delta in self._rollout.progress():
-            if delta.id in self._streams:
-                self._streams[delta.id] += len(delta.tokens)
-                found.append((delta.id, delta.tokens.tolist(), delta.logprobs.tolist()))
+            if delta.id not in self._streams:
+                continue
+            known = min(self._again.get(delta.id, 0), len(delta.tokens))
+            if known:
+                self._again[delta.id] -= known
+            if len(delta.tokens) > known:
+                self._streams[delta.id] += len(delta.tokens) - known
+                found.append((delta.id, delta.tokens[known:].tolist(), delta.logprobs[known:].tolist()))
         return found
 
     def _done(self, one: Completion) -> Sequence[Any]:
-        self._unanswered.discard(one.id)
+        self._unanswered.pop(one.id, None)
+        self._again.pop(one.id, None)
         begin, found = self._streams.pop(one.id, 0), one.trajectory
         by = "string" if found.stopped else "end" if found.status == "ok" else found.status
         return one.id, found.response[begin:].tolist(), found.logprobs[begin:].tolist(), by
+
+    def _begin_again(self, failed: Collection[str]) -> list[Sequence[Any]]:
+        """Generate again what is in progress but for the failed generations; return what had ended before them."""
+        done = [self._done(one) for one in self._rollout.completed(0.0)]
+        for one in failed:
+            for held in (self._unanswered, self._streams, self._again):
+                held.pop(one, None)
+        self._again = dict(self._streams)
+        self._rollout.submit([_generation(order) for order in self._unanswered.values()])
+        return done
 
     def _fail_all(self, message: str) -> list[tuple[str, str, bool]]:
         """Forget everything in progress: the engine has dropped its generations."""
         ids = [*self._unanswered, *(text for pack in self._packs for text in pack["texts"])]
         self._rollout.abort(self._unanswered)
-        self._unanswered, self._streams, self._packs = set(), {}, []
+        self._unanswered, self._streams, self._again, self._packs = {}, {}, {}, []
         return [(one, message, False) for one in ids]
 
 
