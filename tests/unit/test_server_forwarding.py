@@ -65,6 +65,9 @@ def test_who_listens_behind_a_proxy_is_reached_where_it_says(tmp_path: Path) -> 
     assert Bind().advertised(8460) == "http://127.0.0.1:8460"
     sure = Bind("10.0.0.7", certificate=tmp_path / "c", key=tmp_path / "k")
     assert sure.advertised(8460) == "https://10.0.0.7:8460"
+    (tmp_path / "c").touch()
+    with pytest.raises(InputError, match=r"/k: must be a PEM file for TLS, got no file"):
+        sure.checked()
 
 
 def test_a_peer_that_accepts_and_says_nothing_is_left_alone_for_a_while(

@@ -195,10 +195,13 @@ class Bind:
         """Return this instance if it is safe.
 
         Raises:
-            InputError: other machines could read tokens in transit.
+            InputError: other machines could read tokens in transit, or a file of TLS does not exist.
         """
         if (self.certificate is None) != (self.key is None):
             raise InputError("serve: TLS needs both --tls-certificate and --tls-key, got only one; give both")
+        for path in (self.certificate, self.key):
+            if path is not None and not path.is_file():
+                raise InputError(f"{path}: must be a PEM file for TLS, got no file; correct the path")
         if not self.secure and not is_loopback(self.host):
             raise InputError(
                 f"serve: {self.host} can be reached from other machines, and tokens would be sent unencrypted; "
@@ -401,7 +404,7 @@ def listen(bind: Bind, room: Room) -> Iterator[Door]:
             listening.listen(2048)
         except OSError as error:
             raise InputError(
-                f"serve: cannot listen at {bind.host} port {bind.port}: {error.strerror or error}; name another --port"
+                f"cannot listen at {bind.host} port {bind.port}: {error.strerror or error}; name another --port"
             ) from error
         listening.set_inheritable(False)
         listening.room = room
