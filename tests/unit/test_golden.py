@@ -233,7 +233,7 @@ def _kinds_in_the_source() -> set[str]:
     return {
         kind
         for kind in found
-        if not re.search(r"\.(json|yaml|py|txt|lock|log|sock|id|name|project|(after|before)_.*)$", kind)
+        if not re.search(r"\.(json|yaml|py|txt|lock|log|sock|db|html|id|name|project|(after|before)_.*)$", kind)
     }
 
 
