@@ -36,6 +36,15 @@ def score(completion, prompt):
     print("KEY", os.environ.get("POSTTRAIN_JUDGE_KEY"))
     return sum(map(ord, said)) % 97 / 97
 """
+RELEASE: dict[str, Any] = {
+    "name": "released", "owner": "e2e", "seed": 2, "model": "model:tiny", "data": {"rows": "rows.jsonl"},
+    "stages": {
+        "made": {"kind": "init_model", **TINY.model_dump(exclude_unset=True)},
+        "evaluate": {"kind": "evaluate", "model": "made", "suites": {"open": {"data": "rows", "max_new_tokens": 8}}},
+    },
+    "gates": [{"name": "ends", "metric": "open/response_tokens", "at_least": 2, "min_items": 8}],
+    "release": {"channel": "judge", "model": "made"},
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +52,11 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workbench]:
     """A workspace with a model, another that judges and is live on a channel, and a reward that calls it."""
     folder = tmp_path_factory.mktemp("judged")
     rows = [{"prompt": f"Q: sort {i}", "answer": "1"} for i in range(8)]
-    bench = with_models(folder, {"tiny": TINY, "judge": TINY}, rows)
+    bench = with_models(folder, {"tiny": TINY}, rows)
+    bench.write("release.yaml", RELEASE)
+    bench.run("run", "release.yaml")
+    bench.run("export", "channel:judge", "judge")
+    bench.run("asset", "add", "model:judge", "judge")
     (folder / "judge.py").write_text(JUDGE)
     yield bench
     bench.clean()
@@ -86,6 +99,19 @@ def test_a_stage_serves_a_judge_to_its_reward(home: Workbench, judged: tuple[str
     assert "KEY [POSTTRAIN_JUDGE_KEY]" in said
     planned = home.run("plan", "run.yaml", "-o", "json").json["manifest"]["stages"][0]["inputs"]
     assert planned["models.judge"]["name"] == "model:judge@1"
+
+
+def test_a_judge_is_the_live_release_of_a_channel(home: Workbench, judged: tuple[str, dict[str, float]]) -> None:
+    """The scores are those of the same model by its name, and the manifest pins the release."""
+    live = home.run("get", "judge", "-o", "json").json["live"]
+    home.write("channel.yaml", {**spec({"judge": {"serve": "channel:judge"}}), "name": "channel"})
+    home.run("run", "channel.yaml")
+    run = home.run_id()
+    assert scores(home, run) == judged[1]
+    assert len({*judged[1].values()}) > 1
+    [stage] = home.run("get", run, "-o", "json").json["manifest"]["stages"]
+    pinned = stage["inputs"]["models.judge"]
+    assert (pinned["source"], pinned["name"], pinned["digest"]) == ("channel", "judge@1", live)
 
 
 def test_another_server_gives_the_same_scores(home: Workbench, judged: tuple[str, dict[str, float]]) -> None:
