@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from served_model import serving
+from served_model import ServedModel, serving
 from test_adapted_runs import adapted
 from transformers import AutoModelForCausalLM
 from workbench import Workbench
@@ -33,6 +33,8 @@ def test_a_served_family_is_the_one_of_transformers(family: str, tmp_path: Path)
     bench.run("asset", "add", "model:family", str(tmp_path / "model"))
     exact = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float64)
     with serving(bench, "model:family") as served:
+        _compare_with_sample(bench, served)
+        _compare_echo(served, exact)
         asked: dict[str, Any] = {"temperature": 0, "max_tokens": 40, "return_token_ids": True}
         found = served.complete(PROMPTS, logprobs=2, **asked)
         for prompt, choice in zip(PROMPTS, found["choices"], strict=True):
@@ -60,6 +62,31 @@ def test_a_served_family_is_the_one_of_transformers(family: str, tmp_path: Path)
             assert any("�" in text or "é" in text for text in whole), "some characters are of several tokens"
         assert served.ask("/health")[2]["compared"] is None, "no evaluation recorded anything"
         assert served.end() == 0
+
+
+TEXTS = ["answer", "abcabc", "7>the"]
+
+
+def _compare_with_sample(bench: Workbench, served: ServedModel) -> None:
+    """Greedy responses are those of `posttrain sample`."""
+    words = ("--text", "--temperature", "0", "--max-new-tokens", "40", "-o", "json")
+    found = bench.run("sample", "model:family", *TEXTS, *words).json["answers"]
+    assert served.texts(TEXTS, max_tokens=40, skip_special_tokens=False) == [one["text"] for one in found]
+    assert any(len(one["text"]) > 20 for one in found)
+
+
+def _compare_echo(served: ServedModel, exact: Any) -> None:
+    """The log-probabilities of prompts and responses are those of the model in float64."""
+    for prompt, choice in zip(PROMPTS, served.complete(
+        PROMPTS, max_tokens=20, echo=True, logprobs=1, return_token_ids=True
+    )["choices"], strict=True):  # fmt: skip
+        assert choice["prompt_token_ids"] == prompt
+        whole = torch.tensor([prompt + choice["token_ids"]])
+        scores = exact(whole).logits[0, :-1].log_softmax(-1)
+        wanted = scores.gather(1, whole[0, 1:, None])[:, 0].tolist()
+        first, *said = choice["logprobs"]["token_logprobs"]
+        assert (first, len(said)) == (None, len(prompt) + 19)
+        assert np.abs(np.array(said) - wanted).max() < 1e-5
 
 
 def test_adapters_of_one_base_are_served_by_name(template: Workbench, tmp_path: Path) -> None:
