@@ -9,7 +9,7 @@ export OMP_WAIT_POLICY ?= passive
 # Where it is set, each of the thousand processes that tests start would compile all of this again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: lanes demo demos day dist test everything fast journey slow fuzz chaos ray ecosystem evals vllm postgres containers slurm site browser mutants bench levels learning golden lint english weight types contracts format setup clean gpu
+.PHONY: lanes demo demos day dist test everything fast journey slow fuzz chaos ray ecosystem evals ordeal vllm postgres containers slurm site browser mutants bench levels learning golden lint english weight types contracts format setup clean gpu
 
 setup: $(VENV)/.dev
 
@@ -123,6 +123,9 @@ ecosystem: $(VENV)/.ecosystem ## rows and rewards of the real verifiers, TRL, ma
 
 evals: $(VENV)/.evals ## lm-eval, Inspect, the client of OpenAI and curl over a served model
 	$(BIN)/python -m pytest -m evals --timeout 1500 --durations 12 -s tests/evals
+
+ordeal: $(VENV)/.dev ## 10,000 requests of 64 clients to a served model while its channel is rolled back 20 times; a server killed under load
+	$(BIN)/python -m pytest -m deep --timeout 3000 --durations 12 -s tests/e2e/test_served_ordeal.py
 
 vllm: $(VENV)/.vllm ## a teacher and a judge on vLLM's server
 	$(BIN)/python -m pytest -m vllm --timeout 1500 --durations 12 -s tests/vllm_server

@@ -99,8 +99,8 @@ SLOW = (
         _source("access", "api", "client", "events", "server", "serving", "telemetry", "trackers", "workspace"),
         files=(
             *_tests("contract", "tracker_kills", "tracker_trouble"),
-            *_tests("e2e", "operated", "served", "served_families", "served_models", "served_ordeal",
-                    "served_s3", "served_store", "trackers", "trl_journey"),
+            *_tests("e2e", "operated", "served", "served_clients", "served_families", "served_models",
+                    "served_ordeal", "served_s3", "served_store", "trackers", "trl_journey"),
             *_tests("unit", "access", "app_background", "cli_sinks", "foreign_objects", "interface", "remote_verbs",
                     "server", "server_children", "server_console", "server_logs", "server_s3", "symptoms",
                     "telemetry_timeline", "server_operations", "versions"),
@@ -136,6 +136,7 @@ OTHERS = (
     ),
     Lane("ecosystem", 7, (*_source("sandbox", "engine/algorithms", "foreign", "trackers"), "tests/ecosystem")),
     Lane("evals", 9, (*_source("serving", "jobs/bodies"), "tests/evals")),
+    Lane("ordeal", 7, (*_source("serving", "jobs/bodies"), "tests/e2e/test_served_ordeal.py")),
     Lane("vllm", 6, ("tests/vllm_server", "src/posttrain/engine/roles/remote.py")),
     Lane("dist", 6, ("pyproject.toml", "constraints.txt", "Makefile", *_source("examples", "cli"))),
     Lane("day", 4, ("pyproject.toml", "constraints.txt", "day", *_source("trackers", "foreign", "drivers"))),

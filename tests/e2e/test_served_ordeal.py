@@ -126,5 +126,6 @@ def test_a_server_that_is_killed_serves_again_and_patient_clients_lose_nothing(b
         for client in clients:
             client.join()
         assert all(got)
+        assert back < 10 * start + 60, "what a kill leaves behind does not delay a start; the rest is for busy machines"
         print(f"served again {back:.1f} s after the kill; it starts in {start:.1f} s")
         assert again.end() == 0
