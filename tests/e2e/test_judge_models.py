@@ -14,6 +14,8 @@ from own_models import TINY, with_models
 from served_model import serving
 from workbench import Workbench
 
+from posttrain.app.queries import manifest
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 JUDGE = """
 import json, os, urllib.request
@@ -109,9 +111,9 @@ def test_a_judge_is_the_live_release_of_a_channel(home: Workbench, judged: tuple
     run = home.run_id()
     assert scores(home, run) == judged[1]
     assert len({*judged[1].values()}) > 1
-    [stage] = home.run("get", run, "-o", "json").json["manifest"]["stages"]
-    pinned = stage["inputs"]["models.judge"]
-    assert (pinned["source"], pinned["name"], pinned["digest"]) == ("channel", "judge@1", live)
+    with home.open() as workspace:
+        pinned = manifest(workspace, run).stages[0].inputs["models.judge"]
+    assert (pinned.name, pinned.digest) == ("channel:judge@1", live)
 
 
 def test_another_server_gives_the_same_scores(home: Workbench, judged: tuple[str, dict[str, float]]) -> None:
