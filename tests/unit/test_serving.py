@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import pickle
 import queue
 import sys
 from collections.abc import Awaitable, Callable, Iterator
@@ -23,7 +24,7 @@ from posttrain.engine.models.language_model import adopt_module
 from posttrain.engine.rollout.backends.module import ModuleRollout
 from posttrain.engine.rollout.backends.native import NativeRollout
 from posttrain.engine.rollout.backends.scripted import ScriptedRollout
-from posttrain.engine.rollout.port import RolloutEngine
+from posttrain.engine.rollout.port import NotFiniteError, RolloutEngine
 from posttrain.engine.rollout.worker import open_rollout
 from posttrain.jobs.bodies.serving import END, Serving, _keep as keep
 from posttrain.serving import engines, service
@@ -547,6 +548,12 @@ def test_a_request_with_logits_that_are_not_finite_fails_alone(engine: str) -> N
     assert [name for one in found for name, *_ in one.get("scored", ())] == ["scored"]
     assert tokens(found) == alone
     assert {name for one in found for name, *_ in one.get("deltas", ())} == {"a", "b", "c"}
+
+
+def test_an_error_of_logits_crosses_processes() -> None:
+    error = NotFiniteError.of("sampling", ["a", "b"])
+    other = pickle.loads(pickle.dumps(error))  # noqa: S301 - its own bytes
+    assert (str(other), other.ids) == (str(error), {"a", "b"})
 
 
 def test_an_engine_that_cannot_score_says_so_and_goes_on() -> None:

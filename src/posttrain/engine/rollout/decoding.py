@@ -235,7 +235,7 @@ class BatchDecoding:
             logits, self._random if sampling.greedy else self._random[slots, step % _RANDOM_BLOCK], sampling
         )
         if not math.isfinite(float(logprobs.sum())):  # the sum is finite only if every term is
-            raise NotFiniteError("sampling", (self._work[row].id for row in slots[~logprobs.isfinite()].tolist()))
+            raise NotFiniteError.of("sampling", (self._work[row].id for row in slots[~logprobs.isfinite()].tolist()))
         self._tokens[slots, step], self._logprobs[slots, step] = chosen, logprobs
         stopped = self._ends.reached(chosen, slots, self._over)
         done = (stopped | (self._limits[slots] == step + 1)) & ~self._over

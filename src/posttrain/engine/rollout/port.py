@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol, final
+from typing import Literal, Protocol, Self, final
 
 import numpy as np
 import numpy.typing as npt
@@ -30,9 +30,14 @@ Positions = npt.NDArray[np.int64]  # [rows]
 class NotFiniteError(JobFailedError):
     """The model returned logits that are not finite."""
 
-    def __init__(self, doing: str, ids: Iterable[str] = ()) -> None:
-        super().__init__(f"policy logits must be finite, got NaN or infinity while {doing}; the policy has diverged")
+    def __init__(self, message: str, ids: Iterable[str] = ()) -> None:
+        super().__init__(message)
         self.ids = frozenset(ids)  # the generations with such logits
+
+    @classmethod
+    def of(cls, doing: str, ids: Iterable[str] = ()) -> Self:
+        """Return the error with its message; the message alone makes it again in another process."""
+        return cls(f"policy logits must be finite, got NaN or infinity while {doing}; the policy has diverged", ids)
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,7 +64,7 @@ def _scored(model: LanguageModel, texts: Sequence[Sequence[int]], top: int) -> I
         here = lasts[(lasts >= begin) & (lasts < begin + len(logits))] - begin
         ended = scores[torch.from_numpy(here).to(model.device)].topk(max(1, top), -1)
         if not bool(said.isfinite().all() and ended.values[:, 0].isfinite().all()):
-            raise NotFiniteError("scoring")
+            raise NotFiniteError.of("scoring")
         found.append((_numpy(said), likeliest.indices.int().cpu().numpy(), _numpy(likeliest.values)))
         after += zip(ended.indices.int().cpu().numpy(), _numpy(ended.values), strict=True)
     each, tops, values = (np.concatenate(parts) for parts in zip(*found, strict=True))

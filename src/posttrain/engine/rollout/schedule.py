@@ -467,7 +467,7 @@ class RowTable:
         """Append a token to the rows at these indices; return whether it ends each of them."""
         if not math.isfinite(logprobs.sum()):  # the sum is finite only if every term is
             rows = self.rows if isinstance(at, slice) else [self.rows[place] for place in at.tolist()]
-            raise NotFiniteError(
+            raise NotFiniteError.of(
                 "sampling", (rows[n].asked.id for n in np.flatnonzero(~np.isfinite(logprobs)).tolist())
             )
         said, lines = self._said[at], self._line[at]

@@ -146,11 +146,10 @@ class Serving:
                 done = self._rollout.completed(0.0) if self._unanswered else []
                 found["deltas"] = self._deltas() if self._streams else []
                 found["done"] = [self._done(one) for one in done]
-            except NotFiniteError as error:
-                found["done"] = self._begin_again(error.ids)
-                found["failed"] = [*failed, *((one, str(error), False) for one in error.ids)]
             except PosttrainError as error:
-                found["failed"] = [*failed, *self._fail_all(str(error))]
+                ids = error.ids & self._unanswered.keys() if isinstance(error, NotFiniteError) else None
+                found["done"] = self._begin_again(ids) if ids else []
+                failed += [(one, str(error), False) for one in ids or self._take_all()]
             if any(found.values()):
                 yield {name: value for name, value in found.items() if value}
 
@@ -216,12 +215,12 @@ class Serving:
         self._rollout.submit([_generation(order) for order in self._unanswered.values()])
         return done
 
-    def _fail_all(self, message: str) -> list[tuple[str, str, bool]]:
-        """Forget everything in progress: the engine has dropped its generations."""
+    def _take_all(self) -> list[str]:
+        """Forget everything in progress, and return it: the engine has dropped its generations."""
         ids = [*self._unanswered, *(text for pack in self._packs for text in pack["texts"])]
         self._rollout.abort(self._unanswered)
         self._unanswered, self._streams, self._again, self._packs = {}, {}, {}, []
-        return [(one, message, False) for one in ids]
+        return ids
 
 
 def _taken(orders: Orders, *, wait: bool) -> Iterator[str]:
