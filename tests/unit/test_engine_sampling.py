@@ -133,8 +133,8 @@ def test_most_likely_prefers_the_lower_index_on_a_tie() -> None:
         ({"max_new_tokens": 1, "top_k": -1}, "top_k must be >= 0"),
         ({"max_new_tokens": 1, "top_p": 0.0}, "got 0, 0.0 and 0.0"),
         ({"max_new_tokens": 1, "min_p": 1.0}, "got 0, 1.0 and 1.0"),
-        ({"max_new_tokens": 1, "temperature": 0.0}, "temperature must be > 0, got 0.0"),
-        ({"max_new_tokens": 1, "temperature": float("nan")}, "temperature must be > 0, got nan"),
+        ({"max_new_tokens": 1, "temperature": 0.0}, "temperature must be at least 1e-06, got 0"),
+        ({"max_new_tokens": 1, "temperature": float("nan")}, "temperature must be at least 1e-06, got nan"),
     ],
 )
 def test_sampling_refuses(arguments: dict[str, float], message: str) -> None:
