@@ -86,19 +86,21 @@ def tasks(folder: Path, rows_file: str = "") -> Path:
     return made
 
 
-def test_scores_of_lm_eval_are_those_of_the_weights(bench: Workbench, served: ServedModel, tmp_path: Path) -> None:
-    bench.run("export", "model:tiny", str(tmp_path / "model"))
-    found = client(tmp_path, "lm-eval", served.url, str(tmp_path / "model"), str(tasks(tmp_path)))
+@pytest.mark.parametrize("name", ["tiny", "pairs"])
+def test_scores_of_lm_eval_are_those_of_the_weights(bench: Workbench, name: str, tmp_path: Path) -> None:
+    bench.run("export", f"model:{name}", str(tmp_path / "model"))
+    with serving(bench, f"model:{name}", "--name", "served") as door:
+        found = client(tmp_path, "lm-eval", door.url, str(tmp_path / "model"), str(tasks(tmp_path)))
     own = found["served"]
     print(
         f"lm-eval, {3 * ITEMS} documents, seconds: { {name: round(one['seconds'], 2) for name, one in found.items()} }"
     )
-    for name in ("hf-1", "hf-16", "hf-64"):
-        for task, rows in found[name]["items"].items():
+    for size in ("hf-1", "hf-16", "hf-64"):
+        for task, rows in found[size]["items"].items():
             assert len(rows) == len(own["items"][task]) == ITEMS
             for row, mine in zip(sorted(rows), sorted(own["items"][task]), strict=True):
                 assert flat(mine) == pytest.approx(flat(row), abs=2e-4) if task != "drawn" else mine == row
-        for task, results in found[name]["results"].items():
+        for task, results in found[size]["results"].items():
             numbers = {metric: value for metric, value in results.items() if isinstance(value, float)}
             assert numbers
             for metric, value in numbers.items():
