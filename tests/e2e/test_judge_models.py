@@ -137,6 +137,18 @@ def test_a_wrong_judge_is_one_line_before_anything_is_sampled(home: Workbench) -
     assert f"models.judge at {url} must serve the model inside, got outside; correct `model`" in failed.out + failed.err
 
 
+def test_a_stop_ends_the_wait_for_a_judge(home: Workbench) -> None:
+    home.write("away.yaml", {**spec({"judge": {"url": "http://127.0.0.1:9/v1"}}), "name": "away"})
+    started = home.run_ids()
+    process = home.start("run", "away.yaml")
+    run = home.wait_run(started)
+    home.wait("a request in vain", lambda: "does not answer" in _log(home, "away-"))
+    home.run("stop", run)
+    home.finish(process)
+    [stage] = home.run("get", run, "-o", "json").json["stages"]
+    assert (stage["state"], stage["attempts"][-1]["state"]) == ("stopped", "stopped")
+
+
 def test_training_with_a_judge_ends_its_server(home: Workbench) -> None:
     stage = {
         "kind": "grpo", "model": "base", "data": "rows", "reward": "judged", "steps": 2, "prompts_per_step": 2,

@@ -40,6 +40,7 @@ from posttrain.domain.errors import (
     JobFailedError,
     NotFoundError,
     PosttrainError,
+    StoppedError,
     WorkspaceError,
     is_full,
     trace_in,
@@ -287,6 +288,8 @@ def failure_of(error: BaseException) -> Failure:
 
 def failed(error: Exception, tokens: int = 0) -> JobResult:
     """Return the result of a job that raised, and print the traceback to the log. Call it in the `except` block."""
+    if isinstance(error, StoppedError):  # while it waited for another server
+        return JobResult("stopped", tokens=tokens)
     traceback.print_exc()
     return JobResult(status="failed", tokens=tokens, failure=failure_of(error))
 

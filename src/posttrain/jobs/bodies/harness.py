@@ -76,9 +76,8 @@ def body(job: Job) -> JobResult:
             job.sink(Note(f"starting {facts.program}; it loads its tasks, which may take a minute", time.time()))
             for note in (*_ran(program, out, watch, job, served), *_truncated(job)):
                 job.sink(Note(note, time.time(), "warning"))
-        means = write_results(
-            job, config, facts, out, partial(_fixed, job, config)
-        )  # after the server has freed its memory
+        # after the server has freed its memory
+        means = write_results(job, config, facts, out, partial(_fixed, job, config))
         watch.tell(watch.total)
     except _StoppedError:
         return JobResult("stopped", tokens=served.tokens)
