@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import random
 import threading
 import time
@@ -12,7 +13,9 @@ import pytest
 from served_model import ServedModel, children, serving
 from workbench import Workbench
 
-pytestmark = [pytest.mark.slow, pytest.mark.deep]
+LOST = pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")  # no client may end early
+pytestmark = [pytest.mark.slow, pytest.mark.deep, LOST]
+AGAIN = (OSError, http.client.HTTPException, AssertionError, ValueError)  # refused, cut off, or not loaded yet
 CLIENTS, REQUESTS, ROLLBACKS = 64, 10_000, 20
 WHOLE: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True, "logprobs": 0, "return_token_ids": True}
 KINDS: list[dict[str, Any]] = [
@@ -106,7 +109,7 @@ def test_a_server_that_is_killed_serves_again_and_patient_clients_lose_nothing(b
                 try:
                     got.append(load.ask(kind) == expected[kind])
                     break
-                except (OSError, AssertionError, ValueError):  # refused, cut off, or not loaded yet
+                except AGAIN:
                     time.sleep(0.1)
             else:
                 got.append(False)
