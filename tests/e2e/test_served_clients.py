@@ -45,7 +45,7 @@ main()
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workbench]:
-    """A workspace with two models, and a third whose template names tools and lets none of them speak."""
+    """A workspace with two models, and a third whose template names tools and rejects their messages."""
     folder = tmp_path_factory.mktemp("clients")
     bench = with_models(folder, {"first": TINY, "second": TINY})
     for name, origin in (("one", "first"), ("two", "second")):  # larger weights, so that answers follow the prompt
@@ -92,7 +92,7 @@ def answer(client: socket.socket) -> tuple[int, str | None, Any]:
     return found.status, found.getheader("retry-after"), json.loads(found.read())
 
 
-def test_a_thousand_clients_that_send_half_a_request_keep_nobody_waiting(home: Workbench) -> None:
+def test_a_thousand_clients_that_send_half_a_request_delay_no_other(home: Workbench) -> None:
     """Half of them stop within the headers, half within the body. Each gets its answer after the other half."""
     with serving(with_seconds(home, 3600), "model:one") as served:
         clients, asked = connected(served, MANY), message(SHORT)
@@ -106,7 +106,7 @@ def test_a_thousand_clients_that_send_half_a_request_keep_nobody_waiting(home: W
         look = select.poll()
         for client in clients:
             look.register(client, select.POLLIN)
-        assert not look.poll(0), "nobody who sent half was answered or sent away before"
+        assert not look.poll(0), "no client that sent half got an answer or lost its connection"
         for place, client in enumerate(clients):
             client.sendall(asked[halves[place % 2] :])
         said = {(status, found["choices"][0]["text"]) for status, _, found in map(answer, clients)}
@@ -218,7 +218,7 @@ def test_two_models_answer_a_conversation_side_by_side(home: Workbench) -> None:
     _, *said = re.split(r"^── (\S+) sha256:\w+\n", printed, flags=re.MULTILINE)
     assert said[::2] == [*names, *names]
     answers = [one.removesuffix("\n") for one in said[1::2]]
-    assert len({*answers}) == 4, "none stands for another"
+    assert len({*answers}) == 4, "all of them differ"
     tokenizer = AutoTokenizer.from_pretrained(home.folder / "one")
     for name, first, second in zip(names, answers[:2], answers[2:], strict=True):
         turns = [

@@ -64,7 +64,7 @@ def test_a_served_family_is_the_one_of_transformers(family: str, tmp_path: Path)
         assert served.end() == 0
 
 
-TEXTS = ["answer", "abcabc", "7>the"]
+TEXTS = ["the answer", "abcabc", "é 7> the"]
 
 
 def _compare_with_sample(bench: Workbench, served: ServedModel) -> None:

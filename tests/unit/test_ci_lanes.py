@@ -22,7 +22,7 @@ def test_every_slow_test_file_is_in_one_share() -> None:
 
 
 def test_no_folder_of_tests_hides_a_package() -> None:
-    """`tests` lies on the path of imports: a folder there with a package's name counts as that package, installed."""
+    """Python imports from `tests`: a folder there with a package's name counts as that package, installed."""
     texts = [(ROOT / name).read_text(encoding="utf-8") for name in ("Makefile", "pyproject.toml")]
     names = {name.lower() for text in texts for name in re.findall(r"([A-Za-z][\w-]*)(?:\[[\w,]+\])?[=<>]=\d", text)}
     packages = {name.removesuffix("-cpu").replace("-", "_") for name in names}

@@ -19,7 +19,7 @@ from hypothesis import given, settings, strategies as st
 from posttrain.domain.errors import BusyError, InputError, IntegrityError, JobFailedError
 from posttrain.engine.config import InitModelConfig
 from posttrain.engine.models.adapters import write_adapter
-from posttrain.engine.models.files import character_tokenizer, initial_model
+from posttrain.engine.models.files import character_tokenizer, initial_model, load_tokenizer
 from posttrain.engine.models.language_model import adopt_module
 from posttrain.engine.rollout.backends.module import ModuleRollout
 from posttrain.engine.rollout.backends.native import NativeRollout
@@ -44,6 +44,19 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Texts:
     folder = tmp_path_factory.mktemp("tokenizer")
     families.tokenizer().save_pretrained(folder)
     return Texts(folder)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+def test_engine_and_server_read_a_tokenizer_alike(architecture: Any, tmp_path: Path) -> None:
+    """`AutoTokenizer` of transformers would give a qwen2 model the rules of Qwen2's tokenizer."""
+    config = InitModelConfig(architecture=architecture, hidden_size=16, intermediate_size=16, layers=1)
+    tokenizer = character_tokenizer(config.characters)
+    initial_model(config, tokenizer, 0).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    text = "Q: sort 31\nA:"
+    found = load_tokenizer(tmp_path).encode(text, add_special_tokens=False)
+    assert list(Texts(tmp_path).encode(text, special=False)) == found
+    assert len(found) == len(text)
 
 
 # --- texts ------------------------------------------------------------------------------------------------------------

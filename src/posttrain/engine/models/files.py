@@ -92,6 +92,7 @@ _ARCHITECTURES = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
 }
+_ANY_TOKENIZER = ("PreTrainedTokenizerFast", "TokenizersBackend")  # classes for any tokenizer.json
 _RENDER_SECONDS = 10.0  # maximum time of one rendering, 100,000 times the usual time
 Row = Mapping[str, Any]
 
@@ -239,6 +240,9 @@ def _in_four_bits(kind: torch.dtype, device: str) -> dict[str, Any]:
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """Load a tokenizer from a local folder, running no code from it.
 
+    A tokenizer without a class of transformers is read as tokenizer.json describes it: `AutoTokenizer` would
+    replace its rules with those of the usual tokenizer of some model types, such as qwen2.
+
     Raises:
         NotFoundError: the folder does not exist.
         InputError: the folder has no tokenizer that transformers can read.
@@ -246,8 +250,10 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     if not folder.is_dir():
         raise NotFoundError(f"tokenizer folder {folder} does not exist; check the path")
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False
+        tokenizer: PreTrainedTokenizerBase = (
+            PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+            if _is_of_its_own(folder)
+            else AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         )
     except (ValueError, OSError, KeyError, TypeError) as error:
         raise InputError(
@@ -257,6 +263,13 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     for argument in ("is_local", "local_files_only"):
         tokenizer.init_kwargs.pop(argument, None)
     return tokenizer
+
+
+def _is_of_its_own(folder: Path) -> bool:
+    """Return whether a tokenizer has only the general class, for any tokenizer.json."""
+    config = folder / "tokenizer_config.json"
+    found = json.loads(config.read_bytes()) if config.is_file() and (folder / "tokenizer.json").is_file() else None
+    return isinstance(found, dict) and found.get("tokenizer_class") in _ANY_TOKENIZER
 
 
 def save_model(
