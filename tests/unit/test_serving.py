@@ -563,6 +563,37 @@ def test_a_request_with_logits_that_are_not_finite_fails_alone(engine: str) -> N
     assert {name for one in found for name, *_ in one.get("deltas", ())} == {"a", "b", "c"}
 
 
+@pytest.mark.parametrize("length", [6, 1])
+def test_a_stream_that_came_again_differently_fails(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bfloat16 and on CUDA, other company can change tokens; one that does not stream is answered as a whole."""
+    steps = list[int]()
+
+    def answer(prompt: Any, sample: int) -> range:
+        return range(10, 16) if len(steps) < 3 else range(20, 20 + length)
+
+    rollout = ScriptedRollout(answer, pace=1, context_length=64)
+    step = rollout._step
+
+    def stepped() -> None:
+        steps.append(1)
+        if len(steps) == 3:
+            raise NotFiniteError.of("sampling", ["bad"])
+        step()
+
+    monkeypatch.setattr(rollout, "_step", stepped)
+    found = orders(
+        {"generate": [generation("streams", 6)], "stream": True},
+        {"generate": [generation("whole", length), generation("bad")]},
+        rollout=rollout,
+    )
+    failed = {name: message for one in found for name, message, _ in one.get("failed", ())}
+    assert failed.keys() == {"streams", "bad"}
+    assert "its first tokens differ from those sent; repeat the request" in failed["streams"]
+    assert [tokens for one in found for name, tokens, _ in one.get("deltas", ())] == [[10], [11]]
+    done = {name: tokens for one in found for name, tokens, *_ in one.get("done", ()) if name == "whole"}
+    assert done == {"whole": list(range(20, 20 + length))}
+
+
 def test_an_error_of_logits_crosses_processes() -> None:
     error = NotFiniteError.of("sampling", ["a", "b"])
     other = pickle.loads(pickle.dumps(error))  # noqa: S301 - its own bytes

@@ -252,7 +252,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     try:
         tokenizer: PreTrainedTokenizerBase = (
             PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
-            if _is_of_its_own(folder)
+            if _has_general_class(folder)
             else AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         )
     except (ValueError, OSError, KeyError, TypeError) as error:
@@ -265,8 +265,8 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def _is_of_its_own(folder: Path) -> bool:
-    """Return whether a tokenizer has only the general class, for any tokenizer.json."""
+def _has_general_class(folder: Path) -> bool:
+    """Return whether the class of a tokenizer is the one for any tokenizer.json."""
     config = folder / "tokenizer_config.json"
     found = json.loads(config.read_bytes()) if config.is_file() and (folder / "tokenizer.json").is_file() else None
     return isinstance(found, dict) and found.get("tokenizer_class") in _ANY_TOKENIZER

@@ -11,8 +11,8 @@ The first line of standard input is the request, and each further line an order;
 - `{"abort": [id, …]}`: these generations are `done` with their tokens so far.
 - `failed`, `[id, message, whether the request is at fault]`, answers an order that cannot be carried out. A generation
   or an order of texts with logits that are not finite fails alone: the engine drops all its generations, and generates
-  the others again, with the same tokens. Another error of the model ends all orders in progress, and the engine
-  continues.
+  the others again. A stream fails if this gives it other tokens than before, as it can in bfloat16. Another error of
+  the model ends all orders in progress, and the engine continues.
 
 Scorings wait for each other, not for generations: between two steps of decoding, the engine scores at most one pack.
 """
@@ -22,7 +22,7 @@ from __future__ import annotations
 import json
 import queue
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -47,6 +47,7 @@ from posttrain.engine.rollout.worker import decoding_fallbacks, open_rollout
 from posttrain.engine.settings import InferenceRuntimeConfig
 from posttrain.jobs.bodies.training import settled_device
 
+_DIFFERS = "the response had to be generated again, and its first tokens differ from those sent; repeat the request"
 _PACK = 8192  # tokens of texts scored between two steps of decoding
 Orders = queue.SimpleQueue[str]
 END = ""  # the line after the last one
@@ -128,8 +129,8 @@ class Serving:
     def __init__(self, rollout: RolloutEngine) -> None:
         self._rollout = rollout
         self._unanswered: dict[str, Mapping[str, Any]] = {}  # generation → its order
-        self._streams: dict[str, int] = {}  # generation → tokens that were in deltas
-        self._again: dict[str, int] = {}  # generation that begins again → tokens of it that were in deltas
+        self._streams: dict[str, list[int]] = {}  # generation → its tokens that were in deltas
+        self._again: dict[str, int] = {}  # generation that begins again → number of these tokens that came again
         self._packs: list[Mapping[str, Any]] = []  # that wait to be scored
 
     def answers(self, orders: Orders) -> Iterator[Mapping[str, Any]]:
@@ -144,11 +145,11 @@ class Serving:
             try:
                 found["scored"] = self._score(failed)
                 done = self._rollout.completed(0.0) if self._unanswered else []
-                found["deltas"] = self._deltas() if self._streams else []
-                found["done"] = [self._done(one) for one in done]
+                found["deltas"] = self._deltas(failed) if self._streams else []
+                found["done"] = self._ended(done, failed)
             except PosttrainError as error:
                 ids = error.ids & self._unanswered.keys() if isinstance(error, NotFiniteError) else None
-                found["done"] = self._begin_again(ids) if ids else []
+                found["done"] = self._begin_again(ids, failed) if ids else []
                 failed += [(one, str(error), False) for one in ids or self._take_all()]
             if any(found.values()):
                 yield {name: value for name, value in found.items() if value}
@@ -169,7 +170,7 @@ class Serving:
         except InputError as error:
             return [(one, str(error), True) for one in ids]
         self._unanswered |= {one["id"]: one for one in order["generate"]}
-        self._streams |= dict.fromkeys(ids, 0) if order.get("stream") else {}
+        self._streams |= {one: [] for one in ids} if order.get("stream") else {}
         return []
 
     def _score(self, failed: list[tuple[str, str, bool]]) -> list[Sequence[Any]]:
@@ -185,33 +186,51 @@ class Serving:
         del self._packs[0]  # after another error, it fails with the others
         return [(text, *_scores(scores)) for text, scores in zip(pack["texts"], found, strict=False)]
 
-    def _deltas(self) -> list[Sequence[Any]]:
+    def _deltas(self, failed: list[tuple[str, str, bool]]) -> list[Sequence[Any]]:
+        """Return the new tokens of streams; add streams whose tokens came again differently to `failed`."""
         found = list[Sequence[Any]]()
         for delta in self._rollout.progress():
-            if delta.id not in self._streams:
+            sent, tokens = self._streams.get(delta.id), delta.tokens.tolist()
+            if sent is None:
                 continue
-            known = min(self._again.get(delta.id, 0), len(delta.tokens))
-            if known:
-                self._again[delta.id] -= known
-            if len(delta.tokens) > known:
-                self._streams[delta.id] += len(delta.tokens) - known
-                found.append((delta.id, delta.tokens[known:].tolist(), delta.logprobs[known:].tolist()))
+            at = self._again.pop(delta.id, len(sent))
+            known = min(len(sent) - at, len(tokens))
+            if tokens[:known] != sent[at : at + known]:
+                self._rollout.abort([delta.id])
+                self._forget([delta.id])
+                failed.append((delta.id, _DIFFERS, False))
+                continue
+            if at + known < len(sent):
+                self._again[delta.id] = at + known
+            if len(tokens) > known:
+                sent += tokens[known:]
+                found.append((delta.id, tokens[known:], delta.logprobs[known:].tolist()))
         return found
 
-    def _done(self, one: Completion) -> Sequence[Any]:
-        self._unanswered.pop(one.id, None)
-        self._again.pop(one.id, None)
-        begin, found = self._streams.pop(one.id, 0), one.trajectory
-        by = "string" if found.stopped else "end" if found.status == "ok" else found.status
-        return one.id, found.response[begin:].tolist(), found.logprobs[begin:].tolist(), by
+    def _ended(self, done: Sequence[Completion], failed: list[tuple[str, str, bool]]) -> list[Sequence[Any]]:
+        """Return the ends of generations; add streams whose tokens came again differently to `failed`."""
+        found = list[Sequence[Any]]()
+        for one in done:
+            sent, made = self._streams.get(one.id, []), one.trajectory
+            tokens, begin = made.response.tolist(), len(sent)
+            if tokens[:begin] == sent:
+                by = "string" if made.stopped else "end" if made.status == "ok" else made.status
+                found.append((one.id, tokens[begin:], made.logprobs[begin:].tolist(), by))
+            else:
+                failed.append((one.id, _DIFFERS, False))
+        self._forget(one.id for one in done)
+        return found
 
-    def _begin_again(self, failed: Collection[str]) -> list[Sequence[Any]]:
-        """Generate again what is in progress but for the failed generations; return what had ended before them."""
-        done = [self._done(one) for one in self._rollout.completed(0.0)]
-        for one in failed:
+    def _forget(self, ids: Iterable[str]) -> None:
+        for one in ids:
             for held in (self._unanswered, self._streams, self._again):
                 held.pop(one, None)
-        self._again = dict(self._streams)
+
+    def _begin_again(self, broken: Collection[str], failed: list[tuple[str, str, bool]]) -> list[Sequence[Any]]:
+        """Generate again what is in progress but for the broken generations; return what had ended before them."""
+        done = self._ended(self._rollout.completed(0.0), failed)
+        self._forget(broken)
+        self._again = dict.fromkeys(self._streams, 0)
         self._rollout.submit([_generation(order) for order in self._unanswered.values()])
         return done
 
