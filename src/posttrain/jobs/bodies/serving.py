@@ -11,7 +11,7 @@ The first line of standard input is the request, and each further line an order;
 - `{"abort": [id, …]}`: these generations are `done` with their tokens so far.
 - `failed`, `[id, message, whether the request is at fault]`, answers an order that cannot be carried out. A generation
   or an order of texts with logits that are not finite fails alone: the engine drops all its generations, and generates
-  the others again. A stream fails if this gives it other tokens than before, as it can in bfloat16. Another error of
+  the others again. A stream fails if its first tokens change thereby, as they can in bfloat16. Another error of
   the model ends all orders in progress, and the engine continues.
 
 Scorings wait for each other, not for generations: between two steps of decoding, the engine scores at most one pack.
@@ -227,7 +227,7 @@ class Serving:
                 held.pop(one, None)
 
     def _begin_again(self, broken: Collection[str], failed: list[tuple[str, str, bool]]) -> list[Sequence[Any]]:
-        """Generate again what is in progress but for the broken generations; return what had ended before them."""
+        """Generate all unanswered generations again except the broken ones; return those that had ended."""
         done = self._ended(self._rollout.completed(0.0), failed)
         self._forget(broken)
         self._again = dict.fromkeys(self._streams, 0)
