@@ -82,7 +82,7 @@ SLOW = (
         ),
     ),
     Lane(
-        "slow-control", 8, _source("control", "data", "decision", "drivers", "execution", "preflight", "store"),
+        "slow-control", 8, _source("control", "data", "decision", "execution", "preflight", "store", "workspace"),
         files=(
             *_tests("contract", "agent", "budget_stops", "channel_contract", "device_locks", "environment", "event_bus",
                     "executor_contract", "starved_jobs", "store_lock"),
@@ -130,7 +130,8 @@ OTHERS = (
         "ray",
         18,
         (
-            *_source("engine/groups", "engine/roles", "engine/weights", "engine/assembly", "execution/executors/ray"),
+            *_source("engine/groups", "engine/roles", "engine/weights", "engine/loop/controller"),
+            *_source("execution/executors/ray"),
             "tests/e2e/test_ray",
         ),
     ),
@@ -139,7 +140,7 @@ OTHERS = (
     Lane("ordeal", 7, (*_source("serving", "jobs/bodies"), "tests/e2e/test_served_ordeal.py")),
     Lane("vllm", 6, ("tests/vllm_server", "src/posttrain/engine/roles/remote.py")),
     Lane("dist", 6, ("pyproject.toml", "constraints.txt", "Makefile", *_source("examples", "cli"))),
-    Lane("day", 4, ("pyproject.toml", "constraints.txt", "day", *_source("trackers", "foreign", "drivers"))),
+    Lane("day", 4, ("pyproject.toml", "constraints.txt", "day", *_source("trackers", "foreign", "workspace"))),
     Lane("site", 1, ("docs", "handbook", "README.md", "CHANGELOG.md", *_source("cli", "api"))),
     Lane("browser", 4, (*_source("web", "views", "server/console"), "tests/browser", "handbook")),
     Lane("postgres", 18, (*_source("store"), "tests/postgres_server.py")),

@@ -36,12 +36,12 @@ from benchmarks.empty_worker import Empty
 from benchmarks.judging import at_most, judge
 from benchmarks.sorting_task import exact, render, task, teach
 from posttrain.domain.jobs import Fact, Sample, Span
-from posttrain.engine.assembly import open_roles
 from posttrain.engine.batch import Document, TokenBatch
 from posttrain.engine.config import GRPOConfig, InitModelConfig
 from posttrain.engine.groups.backends.inline import InlineBackend
 from posttrain.engine.groups.port import Recorder
 from posttrain.engine.groups.worker_group import ResourcePool
+from posttrain.engine.loop.controller import open_roles
 from posttrain.engine.loop.on_policy import OnPolicy
 from posttrain.engine.models.files import character_tokenizer, initial_model
 from posttrain.engine.models.language_model import adopt_module

@@ -56,11 +56,10 @@ from transformers.utils.logging import disable_progress_bar
 
 from benchmarks.sorting_task import exact, one_process, render, task, teach
 from posttrain.domain.kinds import kind_of
-from posttrain.engine.assembly import open_learner, open_roles
 from posttrain.engine.batch import Document
 from posttrain.engine.config import InitModelConfig
 from posttrain.engine.config.stages import named, training_config
-from posttrain.engine.loop.controller import FromRows
+from posttrain.engine.loop.controller import FromRows, open_learner, open_roles
 from posttrain.engine.loop.on_policy import OnPolicy
 from posttrain.engine.loop.recipe import Recipe
 from posttrain.engine.models.adapters import attach

@@ -33,10 +33,10 @@ from transformers.utils.logging import disable_progress_bar
 from benchmarks.elsewhere import Elsewhere
 from benchmarks.overlap import SIZE, run
 from benchmarks.sorting_task import exact, render, task, teach
-from posttrain.engine.assembly import open_roles
 from posttrain.engine.config import GRPOConfig, KLConfig
 from posttrain.engine.groups.backends.inline import InlineBackend
 from posttrain.engine.groups.worker_group import ResourcePool
+from posttrain.engine.loop.controller import open_roles
 from posttrain.engine.loop.on_policy import OnPolicy
 from posttrain.engine.models.files import ModelSource, character_tokenizer, initial_model
 from posttrain.engine.recipes.algorithm import RolloutAlgorithm

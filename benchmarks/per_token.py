@@ -32,11 +32,11 @@ import numpy as np
 from benchmarks.judging import at_most, judge
 from posttrain.domain.errors import InputError
 from posttrain.domain.jobs import Fact
-from posttrain.engine.assembly import open_roles
 from posttrain.engine.config import GRPOConfig, InitModelConfig, TraceConfig
 from posttrain.engine.groups.backends.inline import InlineBackend
 from posttrain.engine.groups.port import Call, Flow, Stored
 from posttrain.engine.groups.worker_group import Future, ResourcePool
+from posttrain.engine.loop.controller import open_roles
 from posttrain.engine.loop.on_policy import OnPolicy
 from posttrain.engine.models.files import character_tokenizer, initial_model
 from posttrain.engine.models.language_model import adopt_module

@@ -27,10 +27,8 @@ import pyarrow.parquet as pq
 
 from posttrain.app.workspace import Workspace, init_workspace
 from posttrain.control.jobs import AttemptFolders, Jobs
-from posttrain.control.plan import plan_run
+from posttrain.control.plan import plan_run, submit
 from posttrain.control.reconciler import Reconciler
-from posttrain.control.stores import Stores
-from posttrain.control.submission import submit
 from posttrain.domain.errors import FailureClass
 from posttrain.domain.jobs import Failure, JobOrder, JobResult, Metric, Output, Progress
 from posttrain.domain.jobspec import JobSpec
@@ -39,7 +37,7 @@ from posttrain.domain.runspec import parse_run_spec
 from posttrain.execution.executors.fake import FakeExecutor
 from posttrain.execution.trainers.native import NativeTrainer
 from posttrain.store.attempts import AttemptFolder, EventWriter
-from posttrain.store.hosts import Ledger
+from posttrain.store.ledger import Ledger, Stores
 
 RUNS, STEPS, ITEMS, TRIES, HELDOUTS = 2_000, 40, 200, 3, 20
 _APART = 300.0  # minimum seconds between two runs

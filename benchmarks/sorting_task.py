@@ -7,12 +7,11 @@ from collections.abc import Callable
 
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from posttrain.engine.assembly import PoolOf, open_learner
 from posttrain.engine.batch import Document
 from posttrain.engine.config import SFTConfig
 from posttrain.engine.groups.backends.inline import InlineBackend
 from posttrain.engine.groups.worker_group import ResourcePool
-from posttrain.engine.loop.controller import FromRows
+from posttrain.engine.loop.controller import FromRows, PoolOf, open_learner
 from posttrain.engine.models.language_model import adopt_module
 from posttrain.engine.recipes.sft import SFT
 from posttrain.engine.settings import OptimizerConfig

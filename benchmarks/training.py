@@ -63,10 +63,9 @@ from benchmarks.rollout import CPU
 from benchmarks.sorting_task import TEACHING_STEPS, exact, one_process, render, task, teach
 from benchmarks.trl_trainers import Clock, mean_loss, seconds_of, trainer_options
 from posttrain.domain.jobs import Fact, Sample
-from posttrain.engine.assembly import open_learner, open_roles
 from posttrain.engine.batch import Document
 from posttrain.engine.config import GRPOConfig, InitModelConfig, SFTConfig, TraceConfig
-from posttrain.engine.loop.controller import FromRows
+from posttrain.engine.loop.controller import FromRows, open_learner, open_roles
 from posttrain.engine.loop.on_policy import OnPolicy
 from posttrain.engine.loop.recipe import Recipe
 from posttrain.engine.models.adapters import attach, linear_layers

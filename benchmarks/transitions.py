@@ -28,7 +28,7 @@ from typing import Any
 
 from posttrain.domain.records import AttemptRecord, RunRecord, StageRecord
 from posttrain.store.database import Database
-from posttrain.store.hosts import Ledger
+from posttrain.store.ledger import Ledger
 from posttrain.store.sealer import seal
 
 ROUNDS, EACH, GROUP, SEALED = 9, 60, 50, 8_000

@@ -31,8 +31,8 @@ from transformers.utils.logging import disable_progress_bar
 
 from benchmarks.judging import at_most, judge
 from benchmarks.sorting_task import one_process
-from posttrain.engine.assembly import open_roles
 from posttrain.engine.config import GRPOConfig, InitModelConfig
+from posttrain.engine.loop.controller import open_roles
 from posttrain.engine.loop.pipeline import Collector
 from posttrain.engine.loop.publication import Roles
 from posttrain.engine.loop.recipe import Journal

@@ -28,10 +28,8 @@ from sqlalchemy import Engine, event
 from benchmarks.judging import at_most, judge
 from posttrain.app.driver import Driver
 from posttrain.control.jobs import AttemptFolders, Jobs
-from posttrain.control.plan import plan_run
+from posttrain.control.plan import plan_run, submit
 from posttrain.control.reconciler import Reconciler
-from posttrain.control.stores import Stores
-from posttrain.control.submission import submit
 from posttrain.domain.canonical import digest_json
 from posttrain.domain.jobs import Capacity, Observation
 from posttrain.domain.jobspec import JobRef
@@ -41,7 +39,7 @@ from posttrain.execution.executors.fake import FakeExecutor
 from posttrain.execution.trainers.native import NativeTrainer
 from posttrain.store.blobs import open_blobs
 from posttrain.store.database import Database
-from posttrain.store.hosts import Ledger
+from posttrain.store.ledger import Ledger, Stores
 
 HERE = Path(__file__).resolve().parents[1]
 INTERVAL = 5.0  # seconds within which a job's reports are read

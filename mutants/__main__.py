@@ -12,9 +12,9 @@ import argparse
 import signal
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -70,25 +70,41 @@ def run(mutants: Sequence[Mutant], jobs: int, limit: float) -> list[Trial]:
     """
     places: SimpleQueue[Workplace] = SimpleQueue()
 
-    def one(mutant: Mutant) -> Trial:
+    @contextmanager
+    def taken() -> Iterator[Workplace]:
         place = places.get()
         try:
-            trial = place.trial(mutant)
+            yield place
         finally:
             places.put(place)
+
+    def unmutated(tests: Sequence[str]) -> str:
+        with taken() as place:
+            return place.baseline(tests)
+
+    def one(mutant: Mutant) -> Trial:
+        with taken() as place:
+            trial = place.trial(mutant)
         print(f"{trial.outcome:8} {trial.seconds:6.1f} s  {mutant}  {trial.word}", flush=True)
         return trial
 
     with ExitStack() as stack:
-        opened = [stack.enter_context(Workplace(limit)) for _ in range(max(1, jobs))]
-        trouble = opened[0].baseline(sorted({test for mutant in mutants for test in mutant.tests}))
-        if trouble:
-            raise ValueError(f"the tests must pass without a mutant, got: {trouble[-2000:]}")
-        for place in opened:
-            places.put(place)
-        pool = ThreadPoolExecutor(len(opened))
+        for _ in range(max(1, jobs)):
+            places.put(stack.enter_context(Workplace(limit)))
+        pool = ThreadPoolExecutor(max(1, jobs))
         stack.callback(pool.shutdown, cancel_futures=True)
+        for trouble in pool.map(unmutated, by_file({test for mutant in mutants for test in mutant.tests})):
+            if trouble:
+                raise ValueError(f"the tests must pass without a mutant, got: {trouble[-2000:]}")
         return list(pool.map(one, mutants))
+
+
+def by_file(tests: Iterable[str]) -> list[list[str]]:
+    """Return the tests of each file, the whole file only once; each list is run in a process of its own, as trials."""
+    files: dict[str, list[str]] = {}
+    for test in sorted(tests):
+        files.setdefault(test.partition("::")[0], []).append(test)
+    return [[file] if file in named else named for file, named in files.items()]
 
 
 def report(chosen: Sequence[Mutant], trials: Sequence[Trial]) -> float:

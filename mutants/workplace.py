@@ -79,8 +79,8 @@ class Workplace:
 
     def baseline(self, tests: Sequence[str]) -> str:
         """Run tests on the unmutated sources; return pytest's output, or an empty text if all pass."""
-        code, said = self._pytest(tests, self._limit * 10)
-        return "" if code == _PASSED else said or "no answer within the limit"
+        code, said = self._pytest(tests, self._limit)
+        return "" if code == _PASSED else f"{' '.join(tests)}, exit code {code}: {said or 'no output'}"
 
     def trial(self, mutant: Mutant) -> Trial:
         """Write the mutant, run its tests, restore the source.

@@ -9,10 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.control.jobs import AttemptFolders, Jobs
-from posttrain.control.plan import plan_run
+from posttrain.control.plan import plan_run, submit
 from posttrain.control.reconciler import Reconciler
-from posttrain.control.stores import Stores
-from posttrain.control.submission import submit
 from posttrain.domain.canonical import digest_json
 from posttrain.domain.jobs import JobCommand, JobOrder
 from posttrain.domain.lifecycle import is_final
@@ -24,7 +22,7 @@ from posttrain.execution.processes import process_alive, process_name
 from posttrain.execution.trainers.native import NativeTrainer
 from posttrain.store.blobs import open_blobs
 from posttrain.store.database import Database, SystemClock
-from posttrain.store.hosts import Ledger
+from posttrain.store.ledger import Ledger, Stores
 
 _STAGES = 2
 

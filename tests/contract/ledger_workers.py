@@ -14,8 +14,8 @@ from posttrain.domain.canonical import digest_bytes
 from posttrain.domain.errors import ConflictError, StaleWriteError
 from posttrain.domain.records import Asset, RunRecord, StageRecord
 from posttrain.store.database import Database
-from posttrain.store.hosts import Ledger
 from posttrain.store.journal import RUN
+from posttrain.store.ledger import Ledger
 from posttrain.store.sealer import seal, verify_chain
 from posttrain.store.work import WorkQueue
 from posttrain.store.writer import POLICY_SET

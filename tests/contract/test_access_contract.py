@@ -14,14 +14,13 @@ from posttrain.access.authenticators import session, system
 from posttrain.access.authenticators.fake import FakeAuthenticator
 from posttrain.access.authenticators.system import SystemUser
 from posttrain.access.authenticators.token import LONGEST, PREFIX, TokenAuthenticator, issue, rotate
-from posttrain.access.ports import Authenticator, Identity
-from posttrain.access.roles import role_of
+from posttrain.access.ports import Authenticator, Identity, role_of
 from posttrain.domain.canonical import digest_bytes
 from posttrain.domain.errors import AccessError, ConflictError, InputError, NotFoundError
 from posttrain.domain.ids import Role
 from posttrain.store.audit import verify_rows
 from posttrain.store.erasure import erase_principal
-from posttrain.store.hosts import Ledger
+from posttrain.store.ledger import Ledger
 from posttrain.store.sealer import seal, verify_chain
 
 DAY = 86400.0

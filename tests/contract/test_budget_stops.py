@@ -9,10 +9,8 @@ import pytest
 
 from posttrain.control.decide import STOP_GRACE_SECONDS
 from posttrain.control.jobs import AttemptFolders, Jobs
-from posttrain.control.plan import plan_run
+from posttrain.control.plan import plan_run, submit
 from posttrain.control.reconciler import Reconciler
-from posttrain.control.stores import Stores
-from posttrain.control.submission import submit
 from posttrain.control.wakeups import OBSERVE_SECONDS
 from posttrain.domain.canonical import digest_json
 from posttrain.domain.jobs import JobCommand, JobOrder
@@ -23,7 +21,7 @@ from posttrain.execution.trainers.native import NativeTrainer
 from posttrain.store.attempts import SpendingMeter
 from posttrain.store.blobs import open_blobs
 from posttrain.store.database import Database
-from posttrain.store.hosts import Ledger
+from posttrain.store.ledger import Ledger, Stores
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the local executor needs /proc")
 

@@ -24,7 +24,7 @@ from posttrain.events.ports import Sink
 from posttrain.events.sinks.fake import FakeSink
 from posttrain.store.audit import verify_rows
 from posttrain.store.erasure import erase_principal
-from posttrain.store.hosts import Ledger
+from posttrain.store.ledger import Ledger
 from posttrain.store.schema import cursors, sinks
 from posttrain.store.sealer import seal, verify_chain
 from posttrain.store.work import LEASE_SECONDS, Cursors
@@ -428,7 +428,7 @@ from posttrain.execution.processes import process_alive, process_name
 from posttrain.store.work import Cursors
 from posttrain.store.database import Database
 from posttrain.store.erasure import erase_principal
-from posttrain.store.hosts import Ledger
+from posttrain.store.ledger import Ledger
 import time
 
 ledger = Ledger(Database(sys.argv[1]))

@@ -20,7 +20,6 @@ from far import Far
 
 from podman_image import Podman, podman_of
 from posttrain.domain.errors import InfrastructureError, InputError, WorkspaceError
-from posttrain.domain.flavours import ExecutorSettings
 from posttrain.domain.jobs import (
     Accepted,
     Cause,
@@ -34,6 +33,7 @@ from posttrain.domain.jobs import (
     Unknown,
 )
 from posttrain.domain.jobspec import JobRef, JobSpec, Listed, PodGroup, external_name
+from posttrain.domain.placement import ExecutorSettings
 from posttrain.execution import processes
 from posttrain.execution.executors.fake import FakeExecutor, Hostility
 from posttrain.execution.executors.local import executor as local

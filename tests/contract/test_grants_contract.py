@@ -11,7 +11,7 @@ from posttrain.domain.lifecycle import AttemptState
 from posttrain.domain.records import AttemptRecord, RunRecord, StageRecord
 from posttrain.store.database import Database, SystemClock
 from posttrain.store.grants import Granted, Grants
-from posttrain.store.hosts import Ledger
+from posttrain.store.ledger import Ledger
 
 ANN = "user:ann"
 SECRETS = {name: digest_bytes(name.encode()) for name in ("first", "second", "far")}

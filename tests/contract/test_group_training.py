@@ -52,7 +52,7 @@ class Jobs:
         }  # fmt: skip
         cache = str(self.root / "cache")
         folder.write_order(JobOrder(name, "grpo", 5, options, self.inputs, self.blobs.url, cache))
-        command = [sys.executable, "-m", "posttrain.jobs.train", str(folder.path)]
+        command = [sys.executable, "-m", "posttrain.jobs.stage", str(folder.path)]
         environment = {**os.environ, "HOME": str(self.root), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
         ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, check=False)
         result = folder.read_result()

@@ -28,8 +28,8 @@ from posttrain.domain.records import Asset
 from posttrain.store.audit import verify_rows
 from posttrain.store.database import Database
 from posttrain.store.erasure import erase_principal, erase_subject
-from posttrain.store.hosts import Ledger
 from posttrain.store.journal import RUN, STAGE
+from posttrain.store.ledger import Ledger
 from posttrain.store.sealer import seal, verify_chain
 from posttrain.store.snapshot import Snapshot
 from posttrain.store.work import WorkQueue

@@ -11,7 +11,7 @@ from posttrain.domain.canonical import digest_json
 from posttrain.domain.records import RunRecord, StageRecord
 from posttrain.domain.sinks import Rule, SinkRecord
 from posttrain.store.database import Database
-from posttrain.store.hosts import DELIVERING, FAILING, PAUSED, Ledger, ledger_counts
+from posttrain.store.ledger import DELIVERING, FAILING, PAUSED, Ledger, ledger_counts
 from posttrain.store.schema import cursors
 from posttrain.store.sealer import seal
 from posttrain.store.work import WorkQueue

@@ -15,12 +15,12 @@ from test_engine_lag import APART
 from test_engine_training import PROMPTS, TINY, TOKENIZER, Desk, FixedScorer, even_tokens
 
 from posttrain.domain.jobs import Fact, Note
-from posttrain.engine.assembly import open_roles
 from posttrain.engine.config import GRPOConfig
 from posttrain.engine.groups.backends.inline import InlineBackend
 from posttrain.engine.groups.cluster import Cluster, open_cluster
 from posttrain.engine.groups.port import Recorder, WorkerLostError
 from posttrain.engine.groups.worker_group import Deadlines, Future, ResourcePool
+from posttrain.engine.loop.controller import open_roles
 from posttrain.engine.loop.on_policy import OnPolicy
 from posttrain.engine.models.files import ModelSource, initial_model
 from posttrain.engine.recipes.algorithm import PromptSource

@@ -13,11 +13,11 @@ import ledger_workers as work
 import pytest
 
 from postgres_server import PASSWORD, Server
-from posttrain.control import actions, channels as recalls, submission, verdicts
+from posttrain.control import actions, channels as recalls, plan as submission, verdicts
 from posttrain.domain.errors import ConflictError, PosttrainError, WorkspaceError
 from posttrain.domain.records import Asset
 from posttrain.store.database import Database
-from posttrain.store.hosts import Ledger
+from posttrain.store.ledger import Ledger
 from posttrain.store.sealer import seal, verify_chain
 from posttrain.store.transaction import Transaction
 

@@ -14,11 +14,11 @@ import torch
 
 from posttrain.domain.errors import InputError, IntegrityError, JobFailedError, PosttrainError
 from posttrain.domain.jobs import Fact
-from posttrain.engine.assembly import open_roles
 from posttrain.engine.config import GRPOConfig
 from posttrain.engine.groups.backends.inline import InlineBackend
 from posttrain.engine.groups.port import RankContext
 from posttrain.engine.groups.worker_group import ResourcePool
+from posttrain.engine.loop.controller import open_roles
 from posttrain.engine.loop.on_policy import OnPolicy
 from posttrain.engine.models.backbone import key_value_bytes
 from posttrain.engine.models.files import ModelSource

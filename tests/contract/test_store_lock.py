@@ -15,7 +15,7 @@ import pytest
 from posttrain.domain.errors import DeadlineError
 from posttrain.store.atomic import FileLock, StoreLock
 from posttrain.store.database import Database
-from posttrain.store.hosts import LedgerLock
+from posttrain.store.ledger import LedgerLock
 
 Make = Callable[[str], StoreLock]
 _HOLDER = """
@@ -23,7 +23,7 @@ import sys
 from pathlib import Path
 from posttrain.store.database import Database
 from posttrain.store.atomic import FileLock
-from posttrain.store.hosts import LedgerLock
+from posttrain.store.ledger import LedgerLock
 place, address = Path(sys.argv[1]), sys.argv[2]
 lock = LedgerLock(place, Database(address)) if address else FileLock(place)
 with lock.shared():

@@ -17,7 +17,7 @@ from posttrain.store.audit import verify_rows
 from posttrain.store.blobs import ObjectBlobs, open_blobs
 from posttrain.store.database import Database
 from posttrain.store.garbage import SweptBlobs, sweep
-from posttrain.store.hosts import Ledger
+from posttrain.store.ledger import Ledger
 from posttrain.store.schema import artifacts, projects
 from posttrain.store.sealer import seal, verify_chain
 from posttrain.store.trees import put_tree

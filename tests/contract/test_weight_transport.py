@@ -29,8 +29,8 @@ from posttrain.engine.models.files import ModelSource
 from posttrain.engine.models.language_model import LanguageModel, adopt_module
 from posttrain.engine.models.sharding import layout_of
 from posttrain.engine.roles.training import TrainWorker
+from posttrain.engine.rollout.decoding import prompt_logprobs
 from posttrain.engine.rollout.port import PromptBatch, Proof, SamplingParams
-from posttrain.engine.rollout.prompt_logprobs import prompt_logprobs
 from posttrain.engine.rollout.worker import EngineError, RolloutWorker
 from posttrain.engine.settings import OptimizerConfig, RuntimeConfig
 from posttrain.engine.weights import stream

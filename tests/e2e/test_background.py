@@ -19,9 +19,9 @@ from held import Terminal, held_devices, write_run
 from tiny_run import once
 from workbench import Finished, Reference, Workbench
 
-from posttrain.drivers.requests import requested
 from posttrain.store.atomic import read_json
 from posttrain.store.work import WorkQueue
+from posttrain.workspace.background import requested
 
 pytestmark = pytest.mark.slow
 MODULE = "posttrain.app.background"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from workbench import PATIENCE, Workbench
 
-MODULES = {"sft": "posttrain.jobs.train", "grpo": "posttrain.jobs.train", "evaluate": "posttrain.jobs.evaluate"}
+MODULES = {"sft": "posttrain.jobs.stage", "grpo": "posttrain.jobs.stage", "evaluate": "posttrain.jobs.stage"}
 
 
 def written(folder: Path) -> dict[str, bytes]:

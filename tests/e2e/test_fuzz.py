@@ -29,7 +29,7 @@ from fuzzing import BASELINE, STRIKES, Fuzz, Strike, dealt, has_baseline, table
 from tiny_run import RUN, once
 from workbench import Reference, Workbench
 
-from posttrain.app.handles import channel
+from posttrain import channel
 from posttrain.domain.records import AttemptRecord
 from posttrain.store.attempts import AttemptFolder
 

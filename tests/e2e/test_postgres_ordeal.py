@@ -27,9 +27,9 @@ from tiny_run import make_template
 from workbench import Workbench
 
 from postgres_server import Server
-from posttrain.app.handles import channel
+from posttrain import channel
 from posttrain.store.database import Database
-from posttrain.store.hosts import Ledger
+from posttrain.store.ledger import Ledger
 from posttrain.store.sealer import verify_chain
 
 pytestmark = pytest.mark.postgres

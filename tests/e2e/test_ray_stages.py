@@ -21,12 +21,11 @@ from posttrain.domain.canonical import digest_json
 from posttrain.domain.jobs import Metric, Span
 from posttrain.domain.manifest import job_identity
 from posttrain.domain.placement import Placement, Resources
-from posttrain.engine.assembly import open_learner
 from posttrain.engine.batch import Document
 from posttrain.engine.config import InitModelConfig, SFTConfig
 from posttrain.engine.groups.backends.inline import InlineBackend
 from posttrain.engine.groups.worker_group import ResourcePool, WorkerGroup
-from posttrain.engine.loop.controller import Controller, FromRows, Order
+from posttrain.engine.loop.controller import Controller, FromRows, Order, open_learner
 from posttrain.engine.models.files import ModelSource, character_tokenizer, initial_model
 from posttrain.engine.models.sharding import Shard, put
 from posttrain.engine.recipes.sft import SFT

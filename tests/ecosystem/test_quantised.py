@@ -11,11 +11,11 @@ from torch import Tensor
 
 from posttrain.domain.errors import InputError
 from posttrain.engine.algorithms.objectives import PreferenceObjective, SupervisedObjective, Totals
-from posttrain.engine.assembly import open_learner
 from posttrain.engine.batch import Document, Need, TokenBatch
 from posttrain.engine.config import DPOConfig, InitModelConfig, RewardModelConfig, SFTConfig
 from posttrain.engine.groups.backends.inline import InlineBackend
 from posttrain.engine.groups.worker_group import ResourcePool
+from posttrain.engine.loop.controller import open_learner
 from posttrain.engine.models.adapters import adapter_weights, base_layer, trained_parameters
 from posttrain.engine.models.files import ModelSource, ScalarSource, character_tokenizer, initial_model, load_model
 from posttrain.engine.models.logprobs import predict

@@ -13,10 +13,8 @@ import pyarrow.parquet as pq
 
 from driving import drive
 from posttrain.control.jobs import AttemptFolders, Jobs
-from posttrain.control.plan import plan_run
+from posttrain.control.plan import plan_run, submit
 from posttrain.control.reconciler import Reconciler
-from posttrain.control.stores import Stores
-from posttrain.control.submission import submit
 from posttrain.domain.canonical import canonical_json, digest_json
 from posttrain.domain.errors import FailureClass
 from posttrain.domain.jobs import Failure, JobResult, Output, Progress
@@ -29,7 +27,7 @@ from posttrain.execution.trainers.native import NativeTrainer
 from posttrain.store.attempts import AttemptFolder, EventWriter
 from posttrain.store.blobs import open_blobs
 from posttrain.store.database import Database
-from posttrain.store.hosts import Ledger
+from posttrain.store.ledger import Ledger, Stores
 
 Script = Callable[[AttemptFolder], int | None]
 

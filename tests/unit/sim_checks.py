@@ -8,10 +8,10 @@ from collections.abc import Collection, Mapping, Sequence
 from sim_ports import Rows
 from sim_world import World
 
-from posttrain.control.stores import Stores
 from posttrain.domain.ports import BlobStore
 from posttrain.domain.records import AttemptRecord, StageRecord
 from posttrain.store.audit import verify_rows
+from posttrain.store.ledger import Stores
 from posttrain.store.sealer import seal, verify_chain
 from posttrain.store.trees import tree_listing, verify_tree
 

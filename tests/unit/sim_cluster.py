@@ -25,7 +25,6 @@ from sim_ports import Outside, SimExecutor, SimFolders, SimObjects, Weather
 from sim_world import Actor, World
 
 from posttrain.app.garbage import _unstage
-from posttrain.control.stores import Stores
 from posttrain.domain.canonical import canonical_json
 from posttrain.domain.errors import InfrastructureError, PosttrainError, UnavailableError, WorkspaceError
 from posttrain.domain.jobs import NODE_FAILED, Cause, JobOrder
@@ -34,6 +33,7 @@ from posttrain.domain.records import AttemptRecord
 from posttrain.execution.agent import Agent, Relay, _Beat
 from posttrain.store.attempts import AttemptFolder, spending
 from posttrain.store.blobs import ObjectBlobs, backend_of
+from posttrain.store.ledger import Stores
 from posttrain.store.mailbox import Mailbox
 from posttrain.store.retries import RefusedError
 from posttrain.store.staging import PartObjects, StagedAttempt, StoredParts, Uploads

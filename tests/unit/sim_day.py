@@ -30,11 +30,10 @@ from sim_ports import (
 from sim_world import SimClock, World
 
 from posttrain.control.jobs import Jobs as ControlJobs
-from posttrain.control.stores import Stores
 from posttrain.execution.executors.fake import Hostility
 from posttrain.execution.trainers.native import NativeTrainer
 from posttrain.store.database import Database
-from posttrain.store.hosts import Hosts, Ledger
+from posttrain.store.ledger import Hosts, Ledger, Stores
 
 # A day has as many renewals as leases fit into it, and as many looks at silent jobs: here they are longer, and so is
 # what freezes a driver.
@@ -126,8 +125,8 @@ class Simulation:
         return [
             patch("posttrain.control.reconciler.LEASE_SECONDS", LEASE_SECONDS),
             patch("posttrain.control.reconciler.SWEEP_SECONDS", SWEEP_SECONDS),
-            patch("posttrain.store.hosts.BEAT_SECONDS", BEAT_SECONDS),
-            patch("posttrain.store.hosts.GONE_SECONDS", GONE_SECONDS),
+            patch("posttrain.store.ledger.BEAT_SECONDS", BEAT_SECONDS),
+            patch("posttrain.store.ledger.GONE_SECONDS", GONE_SECONDS),
             patch.dict("posttrain.control.wakeups._WAITS", WAITS),
             patch("posttrain.execution.processes.alive", self.jobs.alive),
             patch("os.fsync", lambda handle: None),

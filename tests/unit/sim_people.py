@@ -10,9 +10,8 @@ from sim_ports import Process, Rows, SimDatabase, SimExecutor, Weather
 from sim_world import FOREVER, Actor, World
 
 from posttrain.control import actions
-from posttrain.control.plan import plan_run
+from posttrain.control.plan import plan_run, submit
 from posttrain.control.reconciler import Reconciler, Tick
-from posttrain.control.submission import submit
 from posttrain.domain.errors import PosttrainError
 from posttrain.domain.lifecycle import is_final
 from posttrain.domain.records import ReleaseEntry

@@ -13,7 +13,6 @@ from sim_world import ViolationError, World
 from sqlalchemy import Connection, event
 
 from posttrain.control.jobs import AttemptFolders, Jobs
-from posttrain.control.stores import Stores
 from posttrain.domain.canonical import digest_bytes
 from posttrain.domain.errors import DeadlineError, InfrastructureError, NotFoundError
 from posttrain.domain.jobs import Cause, Observation, Submission, Unknown
@@ -22,6 +21,7 @@ from posttrain.domain.records import AttemptRecord
 from posttrain.execution.executors.fake import FakeExecutor, Hostility
 from posttrain.store.attempts import AttemptFolder
 from posttrain.store.database import Database, LostAnswerError
+from posttrain.store.ledger import Stores
 from posttrain.store.mailbox import Mailbox
 
 T = TypeVar("T")

@@ -11,8 +11,8 @@ from cli_world import GOOD_REWARD, World, make_world
 from test_channel_policies import policy_file, refused
 
 from posttrain.api.control import VERBS, Control
-from posttrain.api.guard import Guard
 from posttrain.api.verbs import Verb
+from posttrain.app.control import Guard
 from posttrain.app.workspace import open_workspace
 from posttrain.domain.errors import AccessError
 from posttrain.domain.ids import Role, lower

@@ -22,21 +22,26 @@ from posttrain.app.driver import Driver, drive
 from posttrain.app.workspace import Workspace
 from posttrain.domain.errors import DeadlineError, InfrastructureError, InputError, IntegrityError, WorkspaceError
 from posttrain.domain.lifecycle import RunState
-from posttrain.drivers import handover, handover as driver_environment, requests as drivers
-from posttrain.drivers.handover import detach, environment_key
-from posttrain.drivers.log import MOST_BYTES, DriverLog, Veil, last_line, previous
-from posttrain.drivers.requests import (
+from posttrain.execution.processes import process_name
+from posttrain.store.atomic import make_folder
+from posttrain.store.work import WorkQueue
+from posttrain.workspace import background as drivers
+from posttrain.workspace.background import (
+    MOST_BYTES,
     DriverKind,
+    DriverLog,
     Request,
+    Veil,
+    detach,
+    environment_key,
+    last_line,
+    previous,
     read_request,
     requested,
     requests_held,
     run_driver,
     write_request,
 )
-from posttrain.execution.processes import process_name
-from posttrain.store.atomic import make_folder
-from posttrain.store.work import WorkQueue
 
 KEY = "0123abcd"
 DEAD = f"{process_name().partition(':')[0]}:{os.getpid()}:1.00"  # this pid, of another process long ago
@@ -211,8 +216,8 @@ def test_a_driver_that_never_answers_is_killed_and_the_request_taken_back(
     world: World, workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_id = held(world)
-    monkeypatch.setattr(handover, "TAKEN_SECONDS", 0.0)
-    monkeypatch.setattr(handover, "_MODULE", "this")  # whatever it does, it takes no run
+    monkeypatch.setattr(drivers, "TAKEN_SECONDS", 0.0)
+    monkeypatch.setattr(drivers, "_MODULE", "this")  # whatever it does, it takes no run
     with pytest.raises(InfrastructureError, match=f"posttrain attach {run_id} drives it here"):
         detach(workspace, run_id)
     assert requested(workspace.root) == []
@@ -233,7 +238,7 @@ def test_the_environment_of_jobs_tells_drivers_apart(tmp_path: Path, monkeypatch
     monkeypatch.setattr(sys, "executable", "/elsewhere/python")
     assert environment_key(tmp_path) != first
     monkeypatch.undo()
-    monkeypatch.setattr(driver_environment, "_sources", lambda: "upgraded")
+    monkeypatch.setattr(drivers, "_sources", lambda: "upgraded")
     assert environment_key(tmp_path) != first
 
 
@@ -241,7 +246,7 @@ def test_no_variable_means_another_thing_in_the_drivers_folder(tmp_path: Path, m
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", f"src{os.pathsep}/opt/x")
     monkeypatch.setenv("POSTTRAIN_STORE", "store")
-    found = driver_environment.driver_environment()
+    found = drivers.driver_environment()
     assert found["PYTHONPATH"] == f"{tmp_path}/src{os.pathsep}/opt/x"
     assert "POSTTRAIN_STORE" not in found, "it is recorded"
 
@@ -458,7 +463,7 @@ def test_no_secret_is_in_the_log_however_it_is_written(tmp_path: Path, monkeypat
 def test_the_log_is_bounded_whoever_writes_it(tmp_path: Path) -> None:
     path = tmp_path / "k.log"
     script = (
-        "import os, sys; from pathlib import Path; from posttrain.drivers.log import *; "
+        "import os, sys; from pathlib import Path; from posttrain.workspace.background import *; "
         "log = DriverLog(Path(sys.argv[1]), Veil({})); log.take_over(); log.bound()\n"
         "for n in range(40): os.write(1, b'r' * 20000 + b'\\n'); print('line', n)\n"
         "log.say('last')\n"

@@ -37,14 +37,14 @@ from posttrain.domain.lifecycle import Reason
 from posttrain.domain.policies import parse_policy
 from posttrain.domain.runspec import parse_run_spec
 from posttrain.domain.sinks import RUN_ENVIRONMENT
-from posttrain.drivers.requests import runs_folder
 from posttrain.execution.executors.fake import FakeExecutor
 from posttrain.store.atomic import make_folder
 from posttrain.store.audit import verify_rows
 from posttrain.store.erasure import erase_principal, erase_subject
-from posttrain.store.hosts import Ledger
+from posttrain.store.ledger import Ledger
 from posttrain.views.logs import moves
 from posttrain.views.status import RunWatcher
+from posttrain.workspace.background import runs_folder
 
 TWO = {"approvers": ["user:ann", "user:bob", "user:cy"], "approvals": 2}
 ONE = {"approvers": ["user:ann", "user:bob"]}
@@ -811,8 +811,7 @@ def by(bench: Bench, actor: str) -> Any:
 
 def submitted(bench: Bench) -> str:
     """A run that was planned under the policy."""
-    from posttrain.control.plan import plan_run
-    from posttrain.control.submission import submit
+    from posttrain.control.plan import plan_run, submit
     from posttrain.domain.canonical import digest_json
     from posttrain.domain.manifest import InputRef
 

@@ -16,7 +16,7 @@ from cli_world import RUN, World, make_world
 
 from posttrain.app.workspace import open_workspace
 from posttrain.domain.records import RunRecord
-from posttrain.store.hosts import Ledger
+from posttrain.store.ledger import Ledger
 
 
 @pytest.fixture

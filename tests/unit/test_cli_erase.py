@@ -19,8 +19,8 @@ from posttrain.app.workspace import open_workspace
 from posttrain.store.audit import verify_rows
 from posttrain.store.database import Database
 from posttrain.store.erasure import erase_subject
-from posttrain.store.hosts import Ledger
 from posttrain.store.journal import TABLES
+from posttrain.store.ledger import Ledger
 
 WHO, SAID = "quillfeather", "whisperings"
 

@@ -21,7 +21,7 @@ from posttrain.domain.errors import ConflictError
 from posttrain.store.audit import verify_rows
 from posttrain.store.blobs import open_blobs
 from posttrain.store.database import Database, SystemClock
-from posttrain.store.hosts import Ledger
+from posttrain.store.ledger import Ledger
 from posttrain.store.operations import Parts, PartStore, PendingUploads
 from posttrain.store.sealer import seal, verify_chain
 from posttrain.store.trees import put_tree, verify_tree

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from cli_world import RUN, World, make_world
 
-from posttrain.app.handles import submit
+from posttrain import submit
 from posttrain.app.workspace import open_workspace
 from posttrain.control.reconciler import Reconciler
 from posttrain.domain.errors import InputError

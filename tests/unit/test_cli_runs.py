@@ -12,7 +12,7 @@ import cli_world
 import pytest
 from cli_world import BAD_REWARD, GOOD_REWARD, World, make_world
 
-from posttrain.app.handles import plan, submit
+from posttrain import plan, submit
 from posttrain.app.workspace import Workspace, open_workspace
 from posttrain.domain.errors import InputError
 from posttrain.domain.jobs import JobOrder, Metric

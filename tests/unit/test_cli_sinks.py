@@ -18,8 +18,8 @@ from posttrain.app import driver, sinks
 from posttrain.app.background import Ears
 from posttrain.app.workspace import Workspace
 from posttrain.domain.ids import PROJECT_VARIABLE
-from posttrain.drivers.requests import Request, requests_held, runs_folder, write_request
 from posttrain.store.atomic import make_folder
+from posttrain.workspace.background import Request, requests_held, runs_folder, write_request
 from sink_servers import SECRET, Mailbox, Receiver, mailbox, receiver
 
 PATIENCE = 300.0

@@ -16,7 +16,6 @@ DECIDES_NOTHING = {
     "domain/ids.py": "what people's names must be",
     "domain/jobs.py": "the form of orders, results and reports; what an order holds is in the cache key",
     "domain/manifest.py": "what it holds is in the cache key",
-    "domain/overrides.py": "applied before the manifest is made",
     "domain/plugins.py": "finds what is installed, whose own digest is in the cache key",
     "domain/jobspec.py": "the form of what an executor is asked for; an image's digest is in a stage's identity",
     "domain/runspec.py": "what it holds is in the cache key",

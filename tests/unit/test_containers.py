@@ -53,7 +53,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def asked(folder: Path, **words: Any) -> JobSpec:
-    return JobSpec("r-s-1", folder.as_uri(), "posttrain.jobs.train", image=IMAGE, **words)
+    return JobSpec("r-s-1", folder.as_uri(), "posttrain.jobs.stage", image=IMAGE, **words)
 
 
 def spec_of(folder: Path, request: JobSpec) -> dict[str, Any]:
@@ -79,7 +79,7 @@ def test_a_container_has_what_its_job_needs_and_nothing_else(folder: Path, monke
     ):
         assert wanted in words, wanted
     assert SECRET not in " ".join(words), "a command line is read by everybody"
-    assert words[-6:] == [IMAGE, "-s", "-P", "-m", "posttrain.jobs.train", str(folder)]
+    assert words[-6:] == [IMAGE, "-s", "-P", "-m", "posttrain.jobs.stage", str(folder)]
     mounts = [word.removeprefix("--mount=type=bind,") for word in words if word.startswith("--mount=")]
     writable = [mount for mount in mounts if mount.endswith("ro=false")]
     assert writable == [f"source={folder},destination={folder},ro=false"]

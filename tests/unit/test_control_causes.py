@@ -17,7 +17,6 @@ from posttrain.control.jobs import AttemptFolders
 from posttrain.control.reconciler import Reconciler
 from posttrain.control.verdicts import explain_run
 from posttrain.domain.errors import CapacityError, FailureClass, InfrastructureError, JobFailedError, WorkspaceError
-from posttrain.domain.flavours import Cluster
 from posttrain.domain.jobs import (
     ANOTHER_RUNS,
     NO_MEMORY,
@@ -31,6 +30,7 @@ from posttrain.domain.jobs import (
 )
 from posttrain.domain.jobspec import JobSpec
 from posttrain.domain.lifecycle import AttemptState, StopCause
+from posttrain.domain.placement import Cluster
 from posttrain.domain.records import AttemptRecord
 from posttrain.execution.executors.fake import FakeExecutor, Hostility
 from posttrain.execution.trainers.native import NativeTrainer

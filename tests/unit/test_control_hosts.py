@@ -20,8 +20,8 @@ from posttrain.execution.executors.fake import FakeExecutor
 from posttrain.execution.trainers.native import NativeTrainer
 from posttrain.store.audit import verify_rows
 from posttrain.store.database import Database
-from posttrain.store.hosts import GONE_SECONDS, Hosts, Ledger, host_of, server_lives
 from posttrain.store.journal import RUN
+from posttrain.store.ledger import GONE_SECONDS, Hosts, Ledger, host_of, server_lives
 from posttrain.store.schema import hosts, work
 from posttrain.store.sealer import seal
 from posttrain.store.work import WorkQueue, open_runs

@@ -32,9 +32,8 @@ from posttrain.api.handles import Channel, Run
 from posttrain.app.control import control_of
 from posttrain.app.workspace import Workspace
 from posttrain.control import actions, channels
-from posttrain.control.plan import plan_run
+from posttrain.control.plan import plan_run, submit
 from posttrain.control.reconciler import Reconciler
-from posttrain.control.submission import submit
 from posttrain.domain import ports
 from posttrain.domain.canonical import digest_json
 from posttrain.domain.errors import FailureClass, PosttrainError

@@ -13,7 +13,6 @@ from posttrain.control import actions, launch
 from posttrain.control.decide import STOP_GRACE_SECONDS, View, decide_stage
 from posttrain.control.jobs import AttemptFolders
 from posttrain.control.reconciler import LEASE_SECONDS, Reconciler
-from posttrain.control.stores import Stores
 from posttrain.control.verdicts import explain_run
 from posttrain.domain.errors import (
     BudgetExceededError,
@@ -28,6 +27,7 @@ from posttrain.domain.errors import (
 from posttrain.domain.jobs import JobResult
 from posttrain.domain.records import StageRecord
 from posttrain.store.attempts import AttemptFolder
+from posttrain.store.ledger import Stores
 from posttrain.store.work import Work
 
 

@@ -18,7 +18,7 @@ from posttrain.domain.errors import InputError, NotFoundError
 from posttrain.domain.ports import BlobStore
 from posttrain.store.blobs import open_blobs
 from posttrain.store.database import Database
-from posttrain.store.hosts import Ledger
+from posttrain.store.ledger import Ledger
 from posttrain.store.trees import tree_listing
 
 REWARD = "from rules import worth\n\n\ndef score(completion):\n    return worth(completion)\n"

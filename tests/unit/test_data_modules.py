@@ -19,7 +19,7 @@ from posttrain.sandbox.port import RewardCall
 from posttrain.sandbox.process import open_reward
 from posttrain.store.blobs import open_blobs
 from posttrain.store.database import Database
-from posttrain.store.hosts import Ledger
+from posttrain.store.ledger import Ledger
 
 RULES = "def exact(completions, answer, **kwargs):\n    return [float(c == a) for c, a in zip(completions, answer)]\n"
 

@@ -27,7 +27,7 @@ from pages import Block, blocks
 from posttrain.app.gates import GateFile
 from posttrain.cli.main import app
 from posttrain.data.assets import inspect_reward
-from posttrain.domain.flavours import Cluster
+from posttrain.domain.placement import Cluster
 from posttrain.domain.policies import ChannelPolicy
 from posttrain.domain.runspec import RunSpec, parse_run_spec
 from posttrain.engine.config import STAGE_CONFIGS, InitModelConfig, stage_config

@@ -10,8 +10,8 @@ from sampled_batches import EXACT, clipped, loss_and_gradient, sampled
 from test_engine_recipes import PROMPTS, TINY, TOKENIZER, EvenTokens, inline, quiet
 
 from posttrain.engine.algorithms.advantages import overlong_penalty
-from posttrain.engine.assembly import open_roles
 from posttrain.engine.config import DAPOConfig, TurnsConfig
+from posttrain.engine.loop.controller import open_roles
 from posttrain.engine.loop.on_policy import OnPolicy
 from posttrain.engine.models.files import initial_model
 from posttrain.engine.models.language_model import adopt_module

@@ -16,16 +16,15 @@ from sampled_batches import sampled
 from test_engine_recipes import PROMPTS, TINY, TOKENIZER, inline, quiet
 from torch import Tensor
 
-from posttrain.domain import roles as specs
+from posttrain.domain import placement as specs
 from posttrain.domain.errors import InputError
 from posttrain.domain.jobs import Fact, Sample, Span
 from posttrain.engine.algorithms.objectives import DIVERGENCES, DistillationObjective, Totals, divergence, with_tail
-from posttrain.engine.assembly import open_learner, open_roles
 from posttrain.engine.batch import Document, Predictions, TokenBatch
 from posttrain.engine.config import DistillConfig, SFTConfig
 from posttrain.engine.groups.port import Recorder
 from posttrain.engine.groups.worker_group import ResourcePool
-from posttrain.engine.loop.controller import FromRows
+from posttrain.engine.loop.controller import FromRows, open_learner, open_roles
 from posttrain.engine.loop.on_policy import OnPolicy
 from posttrain.engine.loop.publication import Roles
 from posttrain.engine.loop.updates import Learning

@@ -12,10 +12,9 @@ from test_engine_recipes import TINY, TOKENIZER, inline, quiet
 
 from posttrain.domain.errors import InputError
 from posttrain.engine.algorithms.objectives import Totals
-from posttrain.engine.assembly import open_learner
 from posttrain.engine.batch import Predictions
 from posttrain.engine.config import DPOConfig
-from posttrain.engine.loop.controller import FromRows
+from posttrain.engine.loop.controller import FromRows, open_learner
 from posttrain.engine.loop.publication import Roles
 from posttrain.engine.models.files import initial_model
 from posttrain.engine.models.language_model import adopt_module

@@ -15,10 +15,9 @@ from torch import Tensor
 
 from posttrain.domain.errors import InputError
 from posttrain.engine.algorithms.objectives import Totals
-from posttrain.engine.assembly import open_learner
 from posttrain.engine.batch import Predictions, TokenBatch
 from posttrain.engine.config import KTOConfig
-from posttrain.engine.loop.controller import FromRows
+from posttrain.engine.loop.controller import FromRows, open_learner
 from posttrain.engine.loop.publication import Roles
 from posttrain.engine.models.files import LabelledRow, initial_model
 from posttrain.engine.models.language_model import adopt_module

@@ -23,12 +23,11 @@ from posttrain.domain.errors import BudgetExceededError, InputError, IntegrityEr
 from posttrain.domain.jobs import Metric, Note, Sample, Span
 from posttrain.domain.kinds import OWN, WRITTEN
 from posttrain.engine.algorithms.objectives import KLTerm, PolicyObjective, Totals
-from posttrain.engine.assembly import open_roles
 from posttrain.engine.batch import Document, Predictions, TokenBatch
 from posttrain.engine.config import GRPOConfig, OnPolicyConfig, TraceConfig, named
 from posttrain.engine.groups.backends.inline import InlineBackend
 from posttrain.engine.groups.worker_group import ResourcePool
-from posttrain.engine.loop.controller import Limits
+from posttrain.engine.loop.controller import Limits, open_roles
 from posttrain.engine.loop.on_policy import OnPolicy
 from posttrain.engine.loop.pipeline import Collector
 from posttrain.engine.models.files import ModelSource, ScalarSource, initial_model

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from posttrain.domain.jobs import Metric
 from posttrain.engine.algorithms.objectives import PolicyObjective, Totals
-from posttrain.engine.assembly import open_roles
 from posttrain.engine.batch import Document, Predictions, TokenBatch
 from posttrain.engine.config import GRPOConfig, TraceConfig
 from posttrain.engine.groups.backends.inline import InlineBackend
 from posttrain.engine.groups.worker_group import ResourcePool
+from posttrain.engine.loop.controller import open_roles
 from posttrain.engine.loop.on_policy import OnPolicy
 from posttrain.engine.models.files import ModelSource, initial_model
 from posttrain.engine.recipes.algorithm import ScoredGroup

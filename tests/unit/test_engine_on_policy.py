@@ -16,11 +16,10 @@ from test_engine_recipes import PROMPTS, TINY, TOKENIZER, EvenTokens, inline, qu
 from posttrain.domain.errors import BudgetExceededError, InputError
 from posttrain.domain.jobs import Fact, Note, Sample
 from posttrain.engine.algorithms.objectives import LossParts, SupervisedObjective, Totals, score_rewards
-from posttrain.engine.assembly import open_roles
 from posttrain.engine.batch import Document, Need, Predictions, TokenBatch
 from posttrain.engine.config import DataflowConfig, GroupConfig, GRPOConfig, PPOConfig
 from posttrain.engine.evaluation.evaluate import ProbeSchedule
-from posttrain.engine.loop.controller import Controller, Limits
+from posttrain.engine.loop.controller import Controller, Limits, open_roles
 from posttrain.engine.loop.on_policy import OnPolicy, engine_metrics
 from posttrain.engine.models.files import initial_model
 from posttrain.engine.models.language_model import adopt_module

@@ -16,10 +16,9 @@ from torch import Tensor
 
 from posttrain.domain.errors import InputError
 from posttrain.engine.algorithms.objectives import Totals
-from posttrain.engine.assembly import open_learner
 from posttrain.engine.batch import Predictions
 from posttrain.engine.config import DPOConfig, ORPOConfig, SimPOConfig
-from posttrain.engine.loop.controller import FromRows
+from posttrain.engine.loop.controller import FromRows, open_learner
 from posttrain.engine.models.files import initial_model
 from posttrain.engine.models.language_model import adopt_module
 from posttrain.engine.recipes.dpo import DPO

@@ -17,7 +17,6 @@ from posttrain.domain.errors import InputError
 from posttrain.domain.jobs import Fact, Sample, Span
 from posttrain.domain.placement import Placement
 from posttrain.engine.algorithms.objectives import PolicyObjective, SupervisedObjective, ValueObjective
-from posttrain.engine.assembly import open_learner, open_roles
 from posttrain.engine.config import (
     CriticConfig,
     DataflowConfig,
@@ -32,7 +31,7 @@ from posttrain.engine.config import (
 from posttrain.engine.groups.backends.inline import InlineBackend
 from posttrain.engine.groups.port import Recorder
 from posttrain.engine.groups.worker_group import Future, ResourcePool
-from posttrain.engine.loop.controller import Controller, FromRows, Order, Outcome
+from posttrain.engine.loop.controller import Controller, FromRows, Order, Outcome, open_learner, open_roles
 from posttrain.engine.loop.on_policy import OnPolicy
 from posttrain.engine.loop.recipe import Recipe
 from posttrain.engine.models.files import ModelSource, PreferencePair, character_tokenizer, initial_model

@@ -27,7 +27,7 @@ from posttrain.engine.models.language_model import LanguageModel
 from posttrain.engine.models.logprobs import predict
 from posttrain.engine.roles.remote import RemoteSource
 from posttrain.engine.roles.training import FrozenWorker
-from posttrain.engine.rollout.prompt_logprobs import prompt_logprobs
+from posttrain.engine.rollout.decoding import prompt_logprobs
 from posttrain.planner.residency import resident
 from posttrain.planner.shape import Shape
 

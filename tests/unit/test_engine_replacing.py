@@ -16,11 +16,11 @@ from test_engine_training import PROMPTS, TINY, TOKENIZER, Desk
 
 from posttrain.domain.errors import InputError
 from posttrain.domain.jobs import Fact, Note
-from posttrain.engine.assembly import open_roles
 from posttrain.engine.config import DAPOConfig, GroupConfig, GRPOConfig
 from posttrain.engine.groups.backends.inline import InlineBackend
 from posttrain.engine.groups.port import MOST, RankContext, Recorder, WorkerLostError
 from posttrain.engine.groups.worker_group import ResourcePool, WorkerGroup
+from posttrain.engine.loop.controller import open_roles
 from posttrain.engine.loop.on_policy import OnPolicy
 from posttrain.engine.models.files import ModelSource, initial_model
 from posttrain.engine.recipes.dapo import DAPO

@@ -12,11 +12,11 @@ import pytest
 from test_engine_training import PROMPTS, TINY, TOKENIZER, Desk, FixedScorer, even_tokens
 
 from posttrain.domain.errors import DeadlineError
-from posttrain.engine.assembly import open_roles
 from posttrain.engine.config import PPOConfig
 from posttrain.engine.groups.backends.inline import InlineBackend
 from posttrain.engine.groups.port import Answer, Call
 from posttrain.engine.groups.worker_group import ResourcePool
+from posttrain.engine.loop.controller import open_roles
 from posttrain.engine.loop.on_policy import OnPolicy
 from posttrain.engine.models.files import ModelSource, ScalarSource, initial_model
 from posttrain.engine.recipes.ppo import PPO

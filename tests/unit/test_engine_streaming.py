@@ -22,7 +22,6 @@ from torch import Tensor
 from posttrain.domain.errors import DeadlineError, InputError
 from posttrain.domain.jobs import Sample
 from posttrain.engine.algorithms.advantages import whiten
-from posttrain.engine.assembly import open_roles
 from posttrain.engine.config import (
     CISPOConfig,
     CriticConfig,
@@ -37,6 +36,7 @@ from posttrain.engine.config import (
 from posttrain.engine.groups.backends.inline import InlineBackend
 from posttrain.engine.groups.port import Flow
 from posttrain.engine.groups.worker_group import Feed, Future, ResourcePool
+from posttrain.engine.loop.controller import open_roles
 from posttrain.engine.loop.on_policy import OnPolicy
 from posttrain.engine.loop.pipeline import Asked, Incoming
 from posttrain.engine.models.files import ModelSource, ScalarSource, initial_model

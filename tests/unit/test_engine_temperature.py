@@ -17,9 +17,9 @@ from torch import Tensor
 from posttrain.domain.errors import InputError
 from posttrain.domain.jobs import Note, Sample
 from posttrain.engine.algorithms.objectives import Totals
-from posttrain.engine.assembly import open_roles
 from posttrain.engine.batch import Document, TokenBatch
 from posttrain.engine.config import GRPOConfig, KLConfig, TraceConfig
+from posttrain.engine.loop.controller import open_roles
 from posttrain.engine.loop.on_policy import OnPolicy
 from posttrain.engine.loop.recipe import Held, read_held, write_held
 from posttrain.engine.models import logprobs as logprobs_module

@@ -18,14 +18,22 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from posttrain.domain.errors import BudgetExceededError, FailureClass, InputError, IntegrityError
 from posttrain.domain.jobs import Fact, Metric, Note, Progress, Sample, Span
 from posttrain.engine.algorithms.objectives import LossParts, Need, Predictions, Totals
-from posttrain.engine.assembly import open_learner, open_roles
 from posttrain.engine.batch import Document, TokenBatch
 from posttrain.engine.config import GRPOConfig, InitModelConfig, KLConfig, SFTConfig, TraceConfig
 from posttrain.engine.evaluation.evaluate import AccuracyProbe
 from posttrain.engine.groups.backends.inline import InlineBackend
 from posttrain.engine.groups.port import RankContext
 from posttrain.engine.groups.worker_group import Future, ResourcePool
-from posttrain.engine.loop.controller import CONTROLLER_METRICS, Controller, FromRows, Limits, Order, Outcome
+from posttrain.engine.loop.controller import (
+    CONTROLLER_METRICS,
+    Controller,
+    FromRows,
+    Limits,
+    Order,
+    Outcome,
+    open_learner,
+    open_roles,
+)
 from posttrain.engine.loop.on_policy import OnPolicy
 from posttrain.engine.loop.recipe import Recipe
 from posttrain.engine.models.files import character_tokenizer, initial_model

@@ -26,11 +26,11 @@ from posttrain.domain.errors import InfrastructureError, InputError
 from posttrain.domain.jobs import Fact, Note, Sample, Span
 from posttrain.engine.algorithms.advantages import rloo
 from posttrain.engine.algorithms.objectives import Totals, kl_estimate
-from posttrain.engine.assembly import open_roles
 from posttrain.engine.batch import Predictions, TokenBatch
 from posttrain.engine.config import CriticConfig, DataflowConfig, GroupConfig, PPOConfig, PPOKLConfig, TraceConfig
 from posttrain.engine.groups.backends.inline import InlineBackend
 from posttrain.engine.groups.worker_group import Future, ResourcePool
+from posttrain.engine.loop.controller import open_roles
 from posttrain.engine.loop.on_policy import OnPolicy
 from posttrain.engine.models.files import ModelSource, initial_model
 from posttrain.engine.models.language_model import adopt_module

@@ -18,9 +18,9 @@ from posttrain.domain import plugins
 from posttrain.domain.engines import ENGINE, OWN_ENGINES, PROVIDED, engines_in
 from posttrain.domain.errors import InputError
 from posttrain.domain.manifest import StageManifest, deciding, suite_evaluator
-from posttrain.engine.assembly import open_roles
 from posttrain.engine.config import STAGE_CONFIGS, DataflowConfig, GRPOConfig, stage_config
 from posttrain.engine.groups.port import RankContext
+from posttrain.engine.loop.controller import open_roles
 from posttrain.engine.models.files import initial_model
 from posttrain.engine.models.language_model import adopt_module
 from posttrain.engine.roles.training import TrainWorker

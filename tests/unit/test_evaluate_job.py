@@ -387,7 +387,7 @@ def test_a_table_of_an_earlier_version_is_not_judged_without_its_range() -> None
 def test_same_bytes_again_and_as_a_process(bench: Bench, answered: Answered) -> None:
     first, _ = answered(bench.order())
     attempt = bench.attempt("as-a-process", bench.order())
-    command = [sys.executable, "-m", "posttrain.jobs.evaluate", str(attempt.path)]
+    command = [sys.executable, "-m", "posttrain.jobs.stage", str(attempt.path)]
     subprocess.run(command, check=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"})
     result = attempt.read_result()
     assert result is not None

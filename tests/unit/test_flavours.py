@@ -19,9 +19,9 @@ from posttrain.app.workspace import Workspace
 from posttrain.control.decide import nodes_to_avoid
 from posttrain.control.reconciler import Reconciler
 from posttrain.domain.errors import ConflictError, InfrastructureError, InputError, NotFoundError, trace_in
-from posttrain.domain.flavours import Cluster, Flavour
 from posttrain.domain.jobs import NODE_FAILED, Cause, Observation
 from posttrain.domain.jobspec import JobRef
+from posttrain.domain.placement import Cluster, Flavour
 from posttrain.domain.validation import validated
 from posttrain.execution.executors.fake import FakeExecutor
 from posttrain.store.attempts import AttemptFolder, mailbox_at

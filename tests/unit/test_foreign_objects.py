@@ -28,7 +28,7 @@ from posttrain.domain.ids import Role
 from posttrain.execution.processes import process_name
 from posttrain.server.limits import IN_PATHS
 from posttrain.server.openapi import document
-from posttrain.store.hosts import Host
+from posttrain.store.ledger import Host
 from posttrain.store.schema import attempts
 
 NO_OBJECT: Mapping[str, str] = {  # operation → why no word of it can name another project's object

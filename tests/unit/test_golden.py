@@ -19,7 +19,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 import posttrain
-from posttrain.api.problems import problem
+from posttrain.api.codec import problem
 from posttrain.app.workspace import open_workspace
 from posttrain.cli.main import app
 from posttrain.domain import errors

@@ -18,14 +18,14 @@ from installed import install, on_path
 
 from posttrain.app.doctor import _packages
 from posttrain.app.workspace import open_workspace
+from posttrain.control.plan import submit
 from posttrain.control.reconciler import Reconciler
-from posttrain.control.submission import submit
 from posttrain.domain import plugins
 from posttrain.domain.errors import InfrastructureError, InputError
 from posttrain.domain.jobs import Accepted, Capacity, Unknown
 from posttrain.domain.jobspec import JobRef, JobSpec
 from posttrain.execution.executors.fake import FakeExecutor
-from posttrain.execution.executors.installed import InstalledExecutor
+from posttrain.execution.installed import InstalledExecutor
 from posttrain.execution.ports import Executor
 
 POINTS = "[posttrain.executors]\nfar = {module}:Far\n"

@@ -60,7 +60,7 @@ def preloaded() -> set[str]:
 @pytest.mark.parametrize("kind", ["sft", "grpo"])
 def test_a_job_imports_nothing_needless_and_its_fork_has_the_rest(kind: str, shop: Shop, preloaded: set[str]) -> None:
     attempt = getattr(shop, kind)(f"imports-{kind}")
-    said = said_by("-X", "importtime", "-m", "posttrain.jobs.train", str(attempt.path))
+    said = said_by("-X", "importtime", "-m", "posttrain.jobs.stage", str(attempt.path))
     result = attempt.read_result()
     assert result is not None
     assert result.status == "succeeded"

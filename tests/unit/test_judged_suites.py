@@ -16,7 +16,7 @@ from test_evaluate_job import Bench, says
 from test_preflight_fitting import Bench as Plans, Change
 from transformers import PreTrainedTokenizerFast
 
-from posttrain.app.handles import submit
+from posttrain import submit
 from posttrain.app.runs import plan, view_plan
 from posttrain.control.scores import Measured, Responses
 from posttrain.control.verdicts import read_evidence

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
-from posttrain.api.codec import adapter
+from posttrain.api.codec import adapter, problem, raised
 from posttrain.api.control import OPERATIONS, VERBS
-from posttrain.api.problems import problem, raised
 from posttrain.client.remote import Remote
 from posttrain.domain import errors
 from posttrain.domain.ids import Role

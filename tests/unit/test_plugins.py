@@ -17,9 +17,9 @@ from posttrain.app.doctor import _packages
 from posttrain.domain import plugins
 from posttrain.domain.errors import InputError
 from posttrain.domain.plugins import TRAINERS, find_plugin
+from posttrain.execution.installed import InstalledTrainer, Trainers
 from posttrain.execution.ports import Trainer
 from posttrain.execution.trainers.fake import FakeTrainer
-from posttrain.execution.trainers.installed import InstalledTrainer, Trainers
 
 POINTS = "[posttrain.trainers]\ncoach = {module}:Coach\n"
 COACH = """

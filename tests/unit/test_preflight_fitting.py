@@ -15,7 +15,7 @@ import pytest
 import yaml
 from cli_world import believe_rewards
 
-from posttrain.app.handles import submit
+from posttrain import submit
 from posttrain.app.runs import plan, view_plan
 from posttrain.app.workspace import init_workspace, open_workspace
 from posttrain.domain.errors import InputError, IntegrityError, NotFoundError

@@ -11,7 +11,7 @@ import pytest
 from cli_world import believe_rewards
 from test_preflight_fitting import Bench, Change
 
-from posttrain.app.handles import submit
+from posttrain import submit
 from posttrain.app.runs import plan, view_plan
 from posttrain.control.comparison import compare
 from posttrain.control.lineage import Origins, _input_node

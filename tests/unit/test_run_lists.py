@@ -21,9 +21,9 @@ from posttrain.domain.canonical import digest_json
 from posttrain.domain.kinds import kind_of
 from posttrain.domain.lifecycle import Reason
 from posttrain.domain.records import RunRecord, StageRecord
-from posttrain.drivers.requests import DriverKind, RunDriver
 from posttrain.views import status as module
 from posttrain.views.status import RunSummary, read_newest, read_status
+from posttrain.workspace.background import DriverKind, RunDriver
 
 KILOBYTE, WAITS = 1024, "waits for signal go"
 NUMBERS = (0, 1, 19, 49)  # released, rejected, a job that failed once, a stage that failed for good

@@ -290,7 +290,7 @@ def test_a_death_changes_neither_model_nor_what_is_said(
     name = death.replace("@", "-")
     lost = sft(shop, name)
     environment = {**os.environ, "POSTTRAIN_CRASHPOINT": death, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "posttrain.jobs.train", str(lost.path)]
+    command = [sys.executable, "-m", "posttrain.jobs.stage", str(lost.path)]
     killed = subprocess.run(command, env=environment, capture_output=True, timeout=900, check=False)
     assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
     latest = latest_checkpoint(lost)

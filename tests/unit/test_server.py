@@ -20,8 +20,8 @@ from anyio import CapacityLimiter
 from server_bench import KEY, Answer, ServerBench, served
 from sqlalchemy import event
 
+from posttrain.api.codec import MEDIA_TYPE, TYPE
 from posttrain.api.control import OPERATIONS, VERBS
-from posttrain.api.problems import MEDIA_TYPE, TYPE
 from posttrain.api.verbs import PREFIX, Verb, cursor
 from posttrain.client.blobs import Sender
 from posttrain.client.remote import remote_control

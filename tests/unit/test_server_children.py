@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from posttrain.app.workspace import init_workspace
-from posttrain.server.children import at_start, start
+from posttrain.server.workers import at_start, start
 from posttrain.workspace.served import PLACE
 
 KEYS = {"AWS_SECRET_ACCESS_KEY": "key-of-the-store", "PGPASSWORD": "word-of-the-ledger", "LICENSE_SERVER": "other"}
@@ -114,6 +114,6 @@ def test_driver_and_workers_of_a_server_show_no_key(tmp_path: Path) -> None:
 
 def test_what_a_child_runs_is_not_loaded_before_it_is_closed_to_others() -> None:
     loaded = "sorted(name for name in sys.modules if name.startswith('posttrain.server'))"
-    script = f"import sys, posttrain.server.children; print(*{loaded})"
+    script = f"import sys, posttrain.server.workers; print(*{loaded})"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["posttrain.server", "posttrain.server.children"]
+    assert done.stdout.split() == ["posttrain.server", "posttrain.server.workers"]

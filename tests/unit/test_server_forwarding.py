@@ -14,7 +14,7 @@ from posttrain.domain.ids import Role
 from posttrain.execution.processes import process_name
 from posttrain.server.connections import checked_advertised, is_near, is_sure
 from posttrain.server.service import Bind
-from posttrain.store.hosts import Host
+from posttrain.store.ledger import Host
 from posttrain.store.schema import attempts
 
 

@@ -18,7 +18,7 @@ from posttrain.domain.records import RunRecord, StageRecord
 from posttrain.domain.sinks import Rule, SinkRecord
 from posttrain.server import metrics
 from posttrain.server.metrics import SharedCounters
-from posttrain.store.hosts import ledger_counts
+from posttrain.store.ledger import ledger_counts
 from posttrain.store.schema import SCHEMA_VERSION
 
 Samples = Mapping[tuple[str, tuple[tuple[str, str], ...]], float]

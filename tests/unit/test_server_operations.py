@@ -25,7 +25,7 @@ from posttrain.domain.ids import Role
 from posttrain.server import operations as server_operations
 from posttrain.server.operations import KEPT_SECONDS, Once, Running, RunningOperations, asked_of, request_id
 from posttrain.server.workers import Asking, Workers
-from posttrain.store.hosts import Hosts
+from posttrain.store.ledger import Hosts
 from posttrain.store.operations import BEAT_SECONDS, SILENT_SECONDS, IdempotencyKeys, Operations
 from posttrain.store.schema import operations
 

@@ -23,7 +23,7 @@ from botocore.credentials import Credentials
 from server_bench import KEY, ServerBench, served
 
 from hostile_proxy import BUSY, GONE, HALF, SILENT, WRONG, HostileProxy, hostile_proxy
-from posttrain.api.problems import MEDIA_TYPE, TYPE
+from posttrain.api.codec import MEDIA_TYPE, TYPE
 from posttrain.client.blobs import Fetcher, Sender
 from posttrain.client.transport import Transport, sent
 from posttrain.domain.canonical import digest_bytes
@@ -31,8 +31,9 @@ from posttrain.domain.errors import IntegrityError, UnavailableError
 from posttrain.domain.ids import Role
 from posttrain.store import direct as signing
 from posttrain.store.backends.remote import Remote
-from posttrain.store.direct import LARGE, Keys, open_direct, presigned
+from posttrain.store.direct import LARGE, open_direct
 from posttrain.store.operations import PartStore
+from posttrain.store.signed import Keys, presigned
 from s3_server import KEYS, s3_server, use_s3
 
 BIG = LARGE * 2 + 4321

@@ -19,9 +19,9 @@ from pathlib import Path
 import pytest
 
 from posttrain.domain.errors import CapacityError, InfrastructureError, InputError
-from posttrain.domain.flavours import ExecutorSettings
 from posttrain.domain.jobs import Absence, Accepted, Cause, Exists, JobState, Unknown
 from posttrain.domain.jobspec import JobSpec, PodGroup
+from posttrain.domain.placement import ExecutorSettings
 from posttrain.execution.executors import slurm
 from posttrain.execution.executors.slurm import SlurmExecutor
 

@@ -16,8 +16,8 @@ from posttrain.domain.records import Asset, AttemptRecord, RunRecord, StageRecor
 from posttrain.domain.sinks import Rule, SinkRecord
 from posttrain.store.audit import verify_rows
 from posttrain.store.database import Database
-from posttrain.store.hosts import Ledger
 from posttrain.store.journal import TABLES
+from posttrain.store.ledger import Ledger
 from posttrain.store.schema import looks
 from posttrain.store.sealer import seal, verify_chain
 

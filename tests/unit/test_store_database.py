@@ -22,7 +22,7 @@ from posttrain.store import journal, schema
 from posttrain.store.audit import verify_rows
 from posttrain.store.database import Database
 from posttrain.store.erasure import erase_principal
-from posttrain.store.hosts import Ledger
+from posttrain.store.ledger import Ledger
 from posttrain.store.sealer import seal, verify_chain
 
 NOBODY = 65534

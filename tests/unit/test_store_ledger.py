@@ -28,8 +28,8 @@ from posttrain.domain.errors import (
 from posttrain.domain.records import Asset, AttemptRecord, Event, RunRecord, StageRecord
 from posttrain.store.audit import verify_rows
 from posttrain.store.database import Database, LostAnswerError
-from posttrain.store.hosts import Ledger
 from posttrain.store.journal import RUN, STAGE
+from posttrain.store.ledger import Ledger
 from posttrain.store.schema import work
 from posttrain.store.sealer import seal, verify_chain
 from posttrain.store.work import WorkQueue, open_runs
@@ -562,7 +562,7 @@ import sys
 from posttrain.domain.errors import StaleWriteError
 from posttrain.store.audit import verify_rows
 from posttrain.store.database import Database, LostAnswerError
-from posttrain.store.hosts import Ledger
+from posttrain.store.ledger import Ledger
 from posttrain.store.work import WorkQueue
 
 ledger = Ledger(Database(sys.argv[1]))

@@ -32,7 +32,7 @@ from posttrain.domain.lifecycle import RunState
 from posttrain.domain.records import RunRecord, StageRecord
 from posttrain.store import scope
 from posttrain.store.database import Database
-from posttrain.store.hosts import Ledger
+from posttrain.store.ledger import Ledger
 from posttrain.store.schema import attempts, events, leaves, metadata, projects, requests, runs, stages, watches, work
 from posttrain.store.scope import CHILDREN, OWN, Scope, UnscopedStatementError, across, of_project, unscoped
 

@@ -18,8 +18,8 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from posttrain.domain.errors import IntegrityError
 from posttrain.domain.records import RunRecord
 from posttrain.store.database import Database
-from posttrain.store.hosts import Ledger
 from posttrain.store.journal import FIELDS, Payload, envelope_leaf
+from posttrain.store.ledger import Ledger
 from posttrain.store.sealer import seal, verify_chain
 from posttrain.store.trees import EMPTY
 
@@ -227,7 +227,7 @@ def test_a_sealer_that_dies_before_its_commit_leaves_the_events_to_the_next(tmp_
     seal(ledger)
     say(ledger, "two", "three")
     program = (
-        "import sys; from posttrain.store.database import Database; from posttrain.store.hosts import Ledger;"
+        "import sys; from posttrain.store.database import Database; from posttrain.store.ledger import Ledger;"
         "from posttrain.store.sealer import seal; seal(Ledger(Database(sys.argv[1])))"
     )
     environment = {**os.environ, "POSTTRAIN_CRASHPOINT": "sealer.before_commit"}

@@ -18,8 +18,8 @@ from test_train_job import Shop, model_digest, run
 from posttrain.cli.trace import token_table
 from posttrain.domain.jobs import Fact, InputBlob, Note, Sample
 from posttrain.engine.algorithms.objectives import kl_estimate, kl_rewards, score_rewards
-from posttrain.engine.assembly import open_roles
 from posttrain.engine.config import CriticConfig, PPOConfig, PPOKLConfig
+from posttrain.engine.loop.controller import open_roles
 from posttrain.engine.loop.on_policy import OnPolicy
 from posttrain.engine.loop.recipe import Held, read_held, write_held
 from posttrain.engine.models.files import initial_model

@@ -100,7 +100,7 @@ class TestJobs:
         assert run(whole).status == "succeeded"
         lost = shop.sft("lost")
         environment = {**os.environ, "POSTTRAIN_CRASHPOINT": "checkpoint.inside_shard@2", "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "posttrain.jobs.train", str(lost.path)]
+        command = [sys.executable, "-m", "posttrain.jobs.stage", str(lost.path)]
         killed = subprocess.run(command, env=environment, capture_output=True, timeout=300, check=False)
         assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
         assert lost.read_result() is None

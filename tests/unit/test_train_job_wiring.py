@@ -333,7 +333,7 @@ class TestMeter:
 
 class TestInputs:
     def test_the_precision_of_the_stage_is_that_of_its_model(self, shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
-        importlib.import_module("posttrain.engine.assembly")  # which reads the name's type once
+        importlib.import_module("posttrain.engine.loop.controller")  # which reads the name's type once
         calls = watched(monkeypatch, training, "ModelSource")
         run(shop.sft("precise", params={"steps": 1, "runtime": {"dtype": "bfloat16"}}))
         assert {arguments[1] for arguments, _ in calls} == {"bfloat16"}

@@ -312,7 +312,7 @@ def test_killed_and_resumed_with_weights_gives_the_same_file(shop: Shop) -> None
     whole, lost = grpo(shop, "whole", weights), grpo(shop, "lost", weights)
     assert run(whole).status == "succeeded"
     environment = {**os.environ, "POSTTRAIN_CRASHPOINT": "checkpoint.inside_shard@2", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "posttrain.jobs.train", str(lost.path)]
+    command = [sys.executable, "-m", "posttrain.jobs.stage", str(lost.path)]
     killed = subprocess.run(command, env=environment, capture_output=True, timeout=300, check=False)
     assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
     latest = latest_checkpoint(lost)

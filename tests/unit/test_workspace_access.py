@@ -20,7 +20,7 @@ from cli_world import World, make_world
 
 from posttrain.domain.errors import WorkspaceError
 from posttrain.store.database import Database
-from posttrain.store.hosts import Ledger
+from posttrain.store.ledger import Ledger
 from posttrain.store.trees import scratch
 
 NOBODY = 65534

@@ -23,7 +23,7 @@ from posttrain.domain.jobs import CheckpointCommit, JobOrder, JobResult, Progres
 from posttrain.store.attempts import AttemptFolder, EventWriter
 from posttrain.store.audit import verify_rows
 from posttrain.store.database import Database
-from posttrain.store.hosts import Ledger
+from posttrain.store.ledger import Ledger
 from posttrain.store.mailboxes import objects
 from posttrain.store.mailboxes.objects import ObjectStoreObjects
 from posttrain.store.trees import file_digest

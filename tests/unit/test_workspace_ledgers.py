@@ -15,7 +15,7 @@ from posttrain.app.workspace import has_ledger, init_workspace, open_workspace
 from posttrain.cli.main import app
 from posttrain.domain.errors import InputError, WorkspaceError
 from posttrain.store.database import Database
-from posttrain.store.hosts import Ledger
+from posttrain.store.ledger import Ledger
 from posttrain.workspace.settings import bind
 
 ADDRESS = "postgresql://ann@localhost:1/ledger"

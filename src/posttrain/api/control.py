@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     )
     from posttrain.domain.approvals import ApprovalStatus
     from posttrain.domain.manifest import Manifest
-    from posttrain.domain.overrides import Setting
     from posttrain.domain.policies import PinnedPolicy
     from posttrain.domain.records import (
         AttemptRecord,
@@ -58,6 +57,7 @@ if TYPE_CHECKING:
         RunRecord,
         Signal,
     )
+    from posttrain.domain.runspec import Setting
     from posttrain.domain.sinks import SinkView
 
 
@@ -187,7 +187,7 @@ class Submissions(Verbs):
             DeadlineError: `timeout` passed; this does not stop the run.
         """
 
-    @verb("POST /runs/{run_id}/detach", Role.SUBMITTER, "drivers.handover", command="run --detach")
+    @verb("POST /runs/{run_id}/detach", Role.SUBMITTER, "workspace.background", command="run --detach")
     def detach(self, run_id: RunId) -> RunDriver:
         """Hand a run over to a background driver; return the driver as soon as it has accepted the run.
 

@@ -28,13 +28,16 @@ from posttrain.app.workspace import Workspace
 from posttrain.domain.errors import InputError, PosttrainError
 from posttrain.domain.lifecycle import is_final
 from posttrain.domain.ports import crashpoint
-from posttrain.drivers.handover import LOCK_VARIABLE
-from posttrain.drivers.log import DriverLog, Veil, previous
-from posttrain.drivers.requests import (
+from posttrain.execution.processes import process_name
+from posttrain.workspace.background import (
     FOLDER,
+    LOCK_VARIABLE,
+    DriverLog,
     Request,
+    Veil,
     fingerprint,
     log_path,
+    previous,
     read_request,
     remove_request,
     requested,
@@ -42,7 +45,6 @@ from posttrain.drivers.requests import (
     runs_folder,
     write_request,
 )
-from posttrain.execution.processes import process_name
 
 _LISTEN = 0.1  # seconds between two checks for requests
 _LOGS = 8  # logs of former drivers that are retained

@@ -26,7 +26,7 @@ from posttrain.store.writer import POLICY_SET
 
 if TYPE_CHECKING:
     from posttrain.app.workspace import Workspace
-    from posttrain.store.hosts import Ledger
+    from posttrain.store.ledger import Ledger
 
 
 @answers(Control.live)

@@ -31,7 +31,6 @@ from posttrain.domain.errors import InfrastructureError, PosttrainError, Workspa
 from posttrain.domain.ids import PROJECT_VARIABLE, SERVER_VARIABLE
 from posttrain.domain.kinds import CONTROL, KINDS, OWN
 from posttrain.domain.plugins import EXECUTORS, TRAINERS, all_plugins
-from posttrain.drivers.requests import DriverKind, RunDriver, run_driver
 from posttrain.execution.executors.local.executor import LocalExecutor
 from posttrain.execution.machine import ask_ray, local_devices, read_machine
 from posttrain.execution.ports import Executor
@@ -39,8 +38,9 @@ from posttrain.execution.trainers.native import NativeTrainer
 from posttrain.preflight.cluster_checks import Check, check_ray, cluster_checks
 from posttrain.preflight.confinement import confinement
 from posttrain.store.audit import verify_rows
-from posttrain.store.hosts import FAILING, PAUSED, ledger_counts
+from posttrain.store.ledger import FAILING, PAUSED, ledger_counts
 from posttrain.store.sealer import Lost, verify_chain
+from posttrain.workspace.background import DriverKind, RunDriver, run_driver
 from posttrain.workspace.served import is_served, served_at
 from posttrain.workspace.settings import OWN_EXECUTORS, OpenWorkspace
 

@@ -36,9 +36,9 @@ from posttrain.domain.lifecycle import is_final
 from posttrain.domain.ports import crashpoint
 from posttrain.domain.records import RunRecord
 from posttrain.domain.waits import waiting
-from posttrain.drivers.requests import forget_request
 from posttrain.events.bus import LEAVE, Deliverer
 from posttrain.trackers.writer import Scribe
+from posttrain.workspace.background import forget_request
 from posttrain.workspace.settings import OpenWorkspace
 
 AUTH = "server"  # a server's driver in the field `auth` of events

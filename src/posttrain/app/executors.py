@@ -24,10 +24,10 @@ from posttrain.domain.errors import (
     PosttrainError,
     nearest,
 )
-from posttrain.domain.flavours import Cluster, ExecutorSettings, Flavour
 from posttrain.domain.jobs import Accepted, Exists, JobOrder, JobState, Observation
 from posttrain.domain.jobspec import RUN, STAGE, WORKSPACE, JobSpec
 from posttrain.domain.lifecycle import is_final
+from posttrain.domain.placement import Cluster, ExecutorSettings, Flavour
 from posttrain.domain.runspec import read_yaml
 from posttrain.domain.validation import validated
 from posttrain.execution.agent import PROBE, PROBED

@@ -24,8 +24,7 @@ from posttrain.app.driver import drive
 from posttrain.app.runs import plan_spec, submit_planned
 from posttrain.app.workspace import Workspace
 from posttrain.control import channels as recalls
-from posttrain.control.downstream import of_bytes
-from posttrain.control.lineage import MadeModel, made_model
+from posttrain.control.lineage import MadeModel, made_model, of_bytes
 from posttrain.data import imports
 from posttrain.data.fit import context_length
 from posttrain.data.refs import NAME, AssetRef, Source, is_confined, local_path, parse_ref

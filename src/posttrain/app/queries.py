@@ -53,7 +53,7 @@ def scores(workspace: Workspace, run_id: str) -> Scores:
 
 @answers(Control.driver)
 def driver(workspace: Workspace, run_id: str) -> RunDriver | None:
-    from posttrain.drivers.requests import run_driver
+    from posttrain.workspace.background import run_driver
 
     ledger = workspace.ledger
     return run_driver(workspace.root, ledger.run(run_id), ledger.clock.now())
@@ -181,7 +181,7 @@ def lineage(workspace: Workspace, target: str) -> Node:
 
 @answers(Control.downstream)
 def downstream(workspace: Workspace, target: str, limit: int = 200) -> Downstream:
-    from posttrain.control.downstream import of_bytes, of_run
+    from posttrain.control.lineage import of_bytes, of_run
 
     if target.startswith(DIGEST_PREFIX):
         return of_bytes(workspace.ledger, workspace.ledger.find_artifact(target).digest, limit=limit)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.api.control import Control
-from posttrain.api.values import Dead, Locked, Point, Ranked, Submitted, Sweep
+from posttrain.api.values import Dead, Locked, PlanView, Point, Ranked, StagePlan, Submitted, Sweep
 from posttrain.api.verbs import answers
 from posttrain.app.sinks import lacking
 from posttrain.app.workspace import Workspace
@@ -28,8 +28,7 @@ from posttrain.control.approvals import terms
 from posttrain.control.channels import recall_of, refuse_recalled
 from posttrain.control.decide import stall_after
 from posttrain.control.lineage import made_model
-from posttrain.control.plan import Planned, Resolve, plan_run
-from posttrain.control.submission import submit as submit_manifest
+from posttrain.control.plan import Planned, Resolve, plan_run, submit as submit_manifest
 from posttrain.control.sweeps import metric_direction, rank_runs, swept_metric, swept_model
 from posttrain.data.refs import Source, parse_ref, refuse_afar
 from posttrain.decision.releases import origin
@@ -40,12 +39,11 @@ from posttrain.domain.ids import is_lock, lock_path
 from posttrain.domain.kinds import Driver, installed_kind, kind_of
 from posttrain.domain.lifecycle import Reason, RunState
 from posttrain.domain.manifest import InputRef, Manifest, StageManifest, measured_suites, suite_evaluator
-from posttrain.domain.overrides import Override, Setting, setting_words, settings
 from posttrain.domain.records import AttemptRecord, RunRecord, StageRecord
 from posttrain.domain.rewards import AS_FOUND, Called
-from posttrain.domain.runspec import RunSpec, load_run_spec
+from posttrain.domain.runspec import Override, RunSpec, Setting, load_run_spec, setting_words, settings
 from posttrain.domain.trackers import Trackers
-from posttrain.execution.trainers.installed import InstalledTrainer
+from posttrain.execution.installed import InstalledTrainer
 from posttrain.preflight.confinement import (
     check_confinement,
     check_imports,
@@ -66,7 +64,6 @@ from posttrain.preflight.placements import (
     slower,
 )
 from posttrain.trackers.choice import check_trackers, describe, of_workspace, record_trackers, resolved
-from posttrain.views.plans import PlanView, StagePlan
 
 _MOVED = "a model that the run file names has changed; this run continues with the model with which it began"
 MAX_SEED = 2**53  # JSON readers represent larger integers inexactly
@@ -282,7 +279,7 @@ def submit(
 def submit_planned(planned: Planned, workspace: Workspace, *, again: bool = False, exact: bool = False) -> Submitted:
     """Record a run of a resolved manifest, or retry the manifest's run if it was stopped or all its attempts were lost.
 
-    See `control.submission.submit`.
+    See `control.plan.submit`.
     """
     with workspace.blobs.holding():
         workspace.catalog.publish(planned.manifest)

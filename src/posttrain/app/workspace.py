@@ -22,25 +22,23 @@ from typing import Any
 from posttrain.access.authenticators.system import SystemUser
 from posttrain.access.ports import OS
 from posttrain.control.jobs import AttemptFolders, Jobs
-from posttrain.control.stores import Stores
 from posttrain.data.assets import ModelLimits, model_limits
 from posttrain.data.catalog import Catalog, inspect_dataset
 from posttrain.domain.errors import ConflictError, InputError, NotFoundError, WorkspaceError, nearest
-from posttrain.domain.flavours import Cluster, ExecutorSettings
 from posttrain.domain.kinds import Driver, kind_of
 from posttrain.domain.lifecycle import RunState, is_final
+from posttrain.domain.placement import Cluster, ExecutorSettings
 from posttrain.domain.ports import crashpoint
 from posttrain.domain.runspec import parse_run_spec
 from posttrain.domain.validation import validated
-from posttrain.execution.executors.installed import InstalledExecutor
 from posttrain.execution.executors.local import containers
 from posttrain.execution.executors.local.executor import LocalExecutor
 from posttrain.execution.executors.ray import RayExecutor
 from posttrain.execution.executors.slurm import SlurmExecutor
+from posttrain.execution.installed import InstalledExecutor, Trainers
 from posttrain.execution.machine import local_devices
 from posttrain.execution.ports import Executor
 from posttrain.execution.processes import of_a_server
-from posttrain.execution.trainers.installed import Trainers
 from posttrain.execution.trainers.native import NativeTrainer
 from posttrain.foreign.settings import Draft as Draft, read_settings
 from posttrain.foreign.trl import from_trl
@@ -60,7 +58,7 @@ from posttrain.store.backup import BackedUp, back_up, fill, read_backup
 from posttrain.store.blobs import USERS, ObjectBlobs, blobs_url, open_blobs
 from posttrain.store.database import Database, SystemClock
 from posttrain.store.grants import Granting, Grants
-from posttrain.store.hosts import Hosts, Ledger, LedgerLock
+from posttrain.store.ledger import Hosts, Ledger, LedgerLock, Stores
 from posttrain.store.mailboxes.objects import checked_url
 from posttrain.store.sealer import verify_chain
 from posttrain.store.work import let_go

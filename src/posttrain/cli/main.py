@@ -31,7 +31,6 @@ from posttrain.cli import (
     releases,
     runs,
     service,
-    serving,
     sinks,
     sweep,
     trace,
@@ -194,7 +193,7 @@ for command in (
     *(runs.ls, runs.get, runs.logs, runs.why, runs.diff, runs.note),
     *(models.sample, models.evaluate, models.export, releases.promote, releases.rollback, releases.lineage),
     *(releases.verify, releases.approve, releases.reject, trace.trace, sinks.track),
-    *(service.serve, service.login, service.logout, service.whoami, serving.serve_model, chat.chat),
+    *(service.serve, service.login, service.logout, service.whoami, service.serve_model, chat.chat),
 ):
     app.command("eval" if command is models.evaluate else command.__name__.replace("_", "-"))(command)
 _GROUPS = {

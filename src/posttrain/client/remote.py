@@ -20,9 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from posttrain.api.codec import adapter
+from posttrain.api.codec import adapter, raised
 from posttrain.api.control import Control
-from posttrain.api.problems import raised
 from posttrain.api.values import Answer, Asked
 from posttrain.api.verbs import CURSOR, FILES, LIMIT, PREFIX, FileRef, R, RunFile, Verb
 from posttrain.client.blobs import Bundle, Fetcher, Sender, refuse_full
@@ -30,7 +29,7 @@ from posttrain.client.transport import Transport, in_path
 from posttrain.domain.errors import ApiVersionError, DeadlineError, InfrastructureError, NotFoundError
 from posttrain.domain.ids import lock_path
 from posttrain.domain.lifecycle import is_final
-from posttrain.domain.overrides import Override, Setting
+from posttrain.domain.runspec import Override, Setting
 from posttrain.store.trees import beside_model, is_byproduct, tree_digest
 
 if TYPE_CHECKING:

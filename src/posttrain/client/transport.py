@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 from urllib.parse import SplitResult, quote, urlencode, urlsplit
 
 from posttrain._version import __version__
-from posttrain.api.problems import MEDIA_TYPE, raised
+from posttrain.api.codec import MEDIA_TYPE, raised
 from posttrain.api.verbs import API_VERSION, UNKNOWN_PARAMETER
 from posttrain.domain.errors import (
     ApiVersionError,

@@ -13,7 +13,6 @@ from posttrain.control import approvals, jobs as environments
 from posttrain.control.approvals import approval_status, outdated, owners, release_request, terms
 from posttrain.control.channels import policy_of, refuse_lift, refuse_recalled, refuse_release, unknown_channel
 from posttrain.control.jobs import AttemptFolders
-from posttrain.control.stores import Stores
 from posttrain.control.verdicts import check_weights, read_report, refuse_unmet
 from posttrain.decision.releases import judged_at, moves, promotion, rollback_target
 from posttrain.domain.approvals import APPROVED, WITHDRAWN, ApprovalRequest, ApprovalStatus, Terms, one_of
@@ -25,6 +24,7 @@ from posttrain.domain.lifecycle import Reason, RunState, StageState, is_final
 from posttrain.domain.policies import PinnedPolicy
 from posttrain.domain.records import ChannelRecord, Quarantine, ReleaseEntry, RunNote, RunRecord, Signal
 from posttrain.domain.waits import signals_of
+from posttrain.store.ledger import Stores
 from posttrain.store.writer import quarantined
 
 _DIGITS = 8  # minimum number of hex digits that name a model; fewer decimal digits are a release number

@@ -7,7 +7,6 @@ transaction that acts, with the channel's row locked: no rejection is committed 
 
 from typing import Any
 
-from posttrain.control.stores import Stores
 from posttrain.decision.releases import live_before, moves
 from posttrain.domain.approvals import Action, ApprovalRequest, ApprovalStatus, Terms, request_of, weigh
 from posttrain.domain.errors import ApprovalError, ConflictError, StaleWriteError
@@ -15,6 +14,7 @@ from posttrain.domain.ids import DRIVER, NOBODY, Role, canonical, meant
 from posttrain.domain.lifecycle import Reason
 from posttrain.domain.policies import PinnedPolicy
 from posttrain.domain.records import ChannelRecord, RunRecord, StageRecord
+from posttrain.store.ledger import Stores
 from posttrain.store.snapshot import Snapshot
 from posttrain.store.transaction import Transaction
 from posttrain.store.writer import pass_freeze, quarantined, refuse_protected

@@ -21,7 +21,6 @@ from posttrain.control.effects import Collect, End, TryAgain
 from posttrain.control.jobs import AttemptFolders, Jobs
 from posttrain.control.launch import look, tokens_inherited, tokens_taken_over
 from posttrain.control.lineage import trained_models
-from posttrain.control.stores import Stores
 from posttrain.domain.errors import (
     FailureClass,
     InputError,
@@ -41,7 +40,7 @@ from posttrain.domain.sinks import BUDGET_WARNED
 from posttrain.execution import processes
 from posttrain.execution.ports import Executor
 from posttrain.store.attempts import AttemptFolder
-from posttrain.store.hosts import Ledger
+from posttrain.store.ledger import Ledger, Stores
 from posttrain.store.mailbox import EVENTS, ControlKind, Start
 from posttrain.store.trees import put_extended, stored_sizes
 

@@ -19,7 +19,6 @@ from dataclasses import replace
 from posttrain.control import approvals
 from posttrain.control.approvals import approval_status
 from posttrain.control.release_plan import BASELINE, EVIDENCE
-from posttrain.control.stores import Stores
 from posttrain.decision.releases import refuse_weaker
 from posttrain.domain.approvals import Action, ApprovalRequest, ApprovalStatus
 from posttrain.domain.canonical import canonical_json
@@ -37,7 +36,7 @@ from posttrain.domain.kinds import MODEL, better, kind_of
 from posttrain.domain.manifest import InputRef, Manifest, StageManifest, measured_suites, model_output, suite_evaluator
 from posttrain.domain.policies import ChannelPolicy, PinnedPolicy, parse_policy, suite_of
 from posttrain.domain.records import Asset, AssetStatus, ChannelRecord
-from posttrain.store.hosts import Ledger
+from posttrain.store.ledger import Ledger, Stores
 from posttrain.store.snapshot import Snapshot
 from posttrain.store.writer import POLICY_SET, refuse_protected
 

@@ -10,7 +10,6 @@ from datetime import UTC, datetime
 from typing import Any
 
 from posttrain.control.scores import Measured, measurements, model_words, paired_json, released
-from posttrain.control.stores import Stores
 from posttrain.data.imports import Curve
 from posttrain.decision.gates import CONFIDENCE, Estimate, Evidence, Paired, estimate, paired
 from posttrain.domain.canonical import digest_json
@@ -18,7 +17,7 @@ from posttrain.domain.errors import InputError, nearest
 from posttrain.domain.kinds import better, few_seeds
 from posttrain.domain.manifest import InputRef, Manifest
 from posttrain.domain.records import RunRecord, StageRecord
-from posttrain.store.hosts import Ledger
+from posttrain.store.ledger import Ledger, Stores
 
 _ABSENT = "(absent)"
 # settings that affect results, and the defaults of settings that a manifest may omit

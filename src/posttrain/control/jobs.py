@@ -21,14 +21,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from posttrain.control.stores import Stores
 from posttrain.domain.engines import engine_plugin, engines_in
 from posttrain.domain.errors import InfrastructureError, IntegrityError, PosttrainError
-from posttrain.domain.flavours import Cluster, Flavour
 from posttrain.domain.jobs import JobOrder
 from posttrain.domain.jobspec import RUN, STAGE, WORKSPACE, JobRef, JobSpec, PodGroup
 from posttrain.domain.kinds import installed_kind
 from posttrain.domain.manifest import KIND, InputRef, Manifest, StageManifest
+from posttrain.domain.placement import Cluster, Flavour
 from posttrain.domain.records import AttemptRecord
 from posttrain.domain.roles import keys_of_servers
 from posttrain.domain.sinks import RUN_ENVIRONMENT
@@ -36,7 +35,7 @@ from posttrain.execution.environment import normalised, pin, pinned, read_enviro
 from posttrain.execution.ports import Executor, Trainer, present_code, trainer_of
 from posttrain.store.atomic import make_folder, read_json, write_json
 from posttrain.store.attempts import AttemptFolder
-from posttrain.store.hosts import Hosts
+from posttrain.store.ledger import Hosts, Stores
 from posttrain.store.mailbox import REQUEST
 from posttrain.store.trees import tree_listing
 

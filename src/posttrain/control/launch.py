@@ -18,7 +18,6 @@ from typing import Any
 from posttrain.control import budgets, jobs as environments
 from posttrain.control.decide import View, hold_back, nodes_to_avoid, phase_seconds, stall_after
 from posttrain.control.jobs import AttemptFolders, Jobs, secrets_of_stage, spec_of
-from posttrain.control.stores import Stores
 from posttrain.data.catalog import external_versions, local_copy
 from posttrain.domain.canonical import digest_json
 from posttrain.domain.errors import (
@@ -42,7 +41,7 @@ from posttrain.events.ports import SECRETS, secrets_of
 from posttrain.execution.ports import Executor, Trainer
 from posttrain.store.atomic import ANSWER, make_folder
 from posttrain.store.attempts import AttemptFolder, unclaimed
-from posttrain.store.hosts import Ledger
+from posttrain.store.ledger import Ledger, Stores
 from posttrain.store.retries import PRIVATE_CACHE
 from posttrain.store.sealer import head_name
 from posttrain.store.trees import TreeFile, read_json, tree_listing, verify_tree

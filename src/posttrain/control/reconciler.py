@@ -31,7 +31,6 @@ from posttrain.control.effects import Collect, Effect, Judge, Kill, Launch, Rele
 from posttrain.control.jobs import Jobs
 from posttrain.control.launch import taken_slots
 from posttrain.control.stages import act
-from posttrain.control.stores import Stores
 from posttrain.control.wakeups import Backoffs, Beside, Turns, Wakeups, look_again_after, one_line, record_failure
 from posttrain.domain.errors import ConflictError, InfrastructureError, IntegrityError, PosttrainError
 from posttrain.domain.lifecycle import AttemptState, Reason, StageState, is_final
@@ -41,6 +40,7 @@ from posttrain.domain.sinks import RUN_SET_ASIDE
 from posttrain.domain.waits import signals_of
 from posttrain.execution.ports import Executor
 from posttrain.store.journal import RUN, SWEEP
+from posttrain.store.ledger import Stores
 from posttrain.store.work import NEVER, Work, WorkQueue
 
 LEASE_SECONDS = 15.0

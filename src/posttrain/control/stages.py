@@ -44,7 +44,6 @@ from posttrain.control.launch import (
     usable,
     waits_for_devices,
 )
-from posttrain.control.stores import Stores
 from posttrain.control.verdicts import judge_stage, release_stage
 from posttrain.domain.errors import FailureClass, InputError, IntegrityError
 from posttrain.domain.jobs import Failure, InputBlob, JobResult
@@ -55,7 +54,7 @@ from posttrain.domain.ports import crashpoint
 from posttrain.domain.records import StageRecord
 from posttrain.domain.waits import wait_of
 from posttrain.execution.ports import called, present_code
-from posttrain.store.hosts import Ledger
+from posttrain.store.ledger import Ledger, Stores
 
 
 def bind_pending(

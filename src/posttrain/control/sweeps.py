@@ -6,12 +6,12 @@ from typing import Any
 
 from posttrain.control.plan import Planned
 from posttrain.control.scores import measurements
-from posttrain.control.stores import Stores
 from posttrain.decision.gates import Evidence
 from posttrain.decision.power import Ranking, rank
 from posttrain.domain.errors import InputError, nearest
 from posttrain.domain.gates import GateRule
 from posttrain.domain.kinds import better
+from posttrain.store.ledger import Stores
 
 Runs = Mapping[int, str]  # seed → run id
 

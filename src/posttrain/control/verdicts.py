@@ -28,7 +28,6 @@ from pyarrow.lib import ArrowException
 from posttrain.control import approvals
 from posttrain.control.channels import check_manifest, policy_of, refuse_release
 from posttrain.control.release_plan import BASELINE, EVIDENCE, RIVAL
-from posttrain.control.stores import Stores
 from posttrain.decision.gates import Baseline, Evidence, Look, judge_all
 from posttrain.decision.releases import judged_at, promotion
 from posttrain.domain.canonical import canonical_json, derive_seed, digest_json
@@ -53,6 +52,7 @@ from posttrain.domain.policies import LookBudget, PinnedPolicy, suite_of
 from posttrain.domain.ports import BlobStore, crashpoint
 from posttrain.domain.records import AttemptRecord, Look as Evaluation, RunRecord, StageRecord
 from posttrain.domain.rewards import JUDGES
+from posttrain.store.ledger import Stores
 from posttrain.store.trees import verify_tree
 
 Ids = NDArray[np.uint64]  # hashes of item ids, sorted and distinct

@@ -4,12 +4,12 @@ from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 from posttrain.control.lineage import Node, release_lineage
-from posttrain.control.stores import Stores
 from posttrain.data.catalog import check_where_it_lies, external_versions, place_of
 from posttrain.domain.errors import InfrastructureError, IntegrityError, NotFoundError, PosttrainError, WorkspaceError
 from posttrain.store.audit import channels_of, verify_rows
 from posttrain.store.external import EXTERNAL
 from posttrain.store.garbage import erased_versions
+from posttrain.store.ledger import Stores
 from posttrain.store.sealer import Lost, TreeReport, verify_chain, verify_part
 from posttrain.store.trees import verify_tree
 

@@ -26,7 +26,6 @@ from posttrain.control import budgets
 from posttrain.control.attempts import answered, reported
 from posttrain.control.decide import LOOKS, STOP_GRACE_SECONDS, View, due_in, stall_after
 from posttrain.control.jobs import Jobs
-from posttrain.control.stores import Stores
 from posttrain.domain.errors import ConflictError, InputError, IntegrityError, PosttrainError
 from posttrain.domain.jobs import JobState, Observation
 from posttrain.domain.lifecycle import AttemptState, Reason, StageState
@@ -36,6 +35,7 @@ from posttrain.domain.records import AttemptRecord, StageRecord, Watch
 from posttrain.domain.waits import times, wait_of, waiting
 from posttrain.execution.ports import Executor
 from posttrain.store.journal import STAGE
+from posttrain.store.ledger import Stores
 from posttrain.store.work import NEVER, Work, WorkQueue
 
 OBSERVE_SECONDS = 5.0  # time within which a job's report is read, and a job over its budget gets a stop order

@@ -47,7 +47,7 @@ from posttrain.domain.records import IMPORTED, Asset
 from posttrain.domain.rewards import AS_FOUND, AUTO, Called, source_name
 from posttrain.store.atomic import make_folder
 from posttrain.store.external import EXTERNAL, URI, VERSION, ChangedError, External, check_external, fetch_external
-from posttrain.store.hosts import Ledger
+from posttrain.store.ledger import Ledger
 from posttrain.store.trees import (
     TreeFile,
     beside_model,

@@ -1,7 +1,7 @@
 """Checked types of external ids and names, principals, roles, and names of lock files.
 
 Code that makes a path, a folder or a query from an external name checks the name first. A parameter of a verb is
-annotated with a type of this module; `api.guard` checks the parameter for every caller, in process and over HTTP. A
+annotated with a type of this module; `app.control` checks the parameter for every caller, in process and over HTTP. A
 value of each type is one printable word of bounded length that is safe as part of a path: it has no `..`, slash, NUL
 or other control character.
 

@@ -313,7 +313,7 @@ class StageKind:
         return self.driver is Driver.CONTROL and REPORT in self.outputs
 
 
-_MODEL, _TRAIN = {MODEL: "tree"}, "posttrain.jobs.train"
+_MODEL, _STAGE = {MODEL: "tree"}, "posttrain.jobs.stage"
 
 
 _PAIRS: Mapping[str, float] = {"chosen": 0.5, "rejected": 0.5}
@@ -327,7 +327,7 @@ def algorithm_kind(name: str, config: str, algorithm: str, **more: Any) -> Stage
         more: other fields of `StageKind`.
     """
     spec = AlgorithmSpec(config, algorithm)
-    words = {"cheaper": _SAMPLES, "fitting": _BATCHES, "outputs": _MODEL, "module": _TRAIN, **more}
+    words = {"cheaper": _SAMPLES, "fitting": _BATCHES, "outputs": _MODEL, "module": _STAGE, **more}
     return StageKind(name, algorithm=spec, **words)
 
 
@@ -377,14 +377,14 @@ _OWN = (
     StageKind(
         name="evaluate",
         outputs={METRICS: "file", "items": "file"},
-        module="posttrain.jobs.evaluate",
+        module=_STAGE,
         cheaper="give {} fewer items or samples",
         fitting="lower the suites' max_new_tokens",
     ),
     StageKind(
         name="init_model",
         outputs=_MODEL,
-        module="posttrain.jobs.init_model",
+        module=_STAGE,
         from_nothing=True,
         fitting="make the model smaller",
     ),
@@ -469,7 +469,7 @@ def _loaded(plugin: Plugin) -> InstalledKind:
         "not set `ships` (its stages must not move a channel)": kind.ships,
         "not set `from_nothing`": kind.from_nothing,
         "have an algorithm, or a contract and the module of a job": not (
-            PATH.match(kind.algorithm.config) and PATH.match(kind.algorithm.algorithm) and kind.module == _TRAIN
+            PATH.match(kind.algorithm.config) and PATH.match(kind.algorithm.algorithm) and kind.module == _STAGE
             if isinstance(kind.algorithm, AlgorithmSpec)
             else callable(kind.contract) and _MODULE.match(kind.module)
         ),

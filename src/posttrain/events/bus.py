@@ -30,7 +30,7 @@ from posttrain.domain.lifecycle import Reason
 from posttrain.domain.ports import crashpoint
 from posttrain.domain.sinks import BY_FAILURE, Cursor, Envelope, Notice, SinkRecord
 from posttrain.events.ports import Sink, matching, occasions, one_line, run_of
-from posttrain.store.hosts import Ledger
+from posttrain.store.ledger import Ledger
 from posttrain.store.work import Cursors
 
 TEST = "sink.test"  # the type of a test message

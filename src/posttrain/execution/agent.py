@@ -50,9 +50,9 @@ from posttrain.domain.jobspec import JobSpec
 from posttrain.domain.ports import BlobStore
 from posttrain.execution import processes
 from posttrain.execution.executors.local.supervisor import Limit, command, job_environment, wait
+from posttrain.execution.installed import Trainers
 from posttrain.execution.machine import read_machine
 from posttrain.execution.ports import called, present_code
-from posttrain.execution.trainers.installed import Trainers
 from posttrain.execution.trainers.native import NativeTrainer
 from posttrain.store.atomic import make_folder, open_plain
 from posttrain.store.attempts import AttemptFolder, mailbox_at, spending

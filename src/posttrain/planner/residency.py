@@ -261,7 +261,7 @@ class _Pool:
     def _start(self, sharded: Collection[str], shapes: Mapping[str, Shape]) -> Iterator[Held]:
         """Yield the memory that is held while the sharded role opens that leaves the least room.
 
-        That is its whole model, and the weights of the roles that `engine.assembly` opens before.
+        That is its whole model, and the weights of the roles that `engine.loop.controller` opens before.
         """
         names = [role for role in self._load.names if role in self.pool.roles and role in shapes]
         first = (*self._load.trained[:1], "rollout")

@@ -23,10 +23,10 @@ from posttrain.domain.adapters import (
     is_linear,
 )
 from posttrain.domain.errors import InputError
-from posttrain.domain.flavours import Flavour
 from posttrain.domain.jobspec import allows
 from posttrain.domain.kinds import OWN, Driver, Load, kind_of
 from posttrain.domain.manifest import InputRef, Manifest, StageManifest
+from posttrain.domain.placement import Flavour
 from posttrain.domain.rendering import CONFIG, is_classifier
 from posttrain.domain.roles import DECLARED, ROLLOUT, RoleSpec, servers_of
 from posttrain.domain.runspec import RunSpec

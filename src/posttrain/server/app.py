@@ -16,10 +16,10 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from posttrain._version import __version__
+from posttrain.api.codec import MEDIA_TYPE, problem
 from posttrain.api.control import OPERATIONS
-from posttrain.api.guard import refuse
-from posttrain.api.problems import MEDIA_TYPE, problem
 from posttrain.api.verbs import API_VERSIONS, Verb
+from posttrain.app.control import refuse
 from posttrain.domain.errors import (
     ApiVersionError,
     AuthenticationError,

@@ -26,11 +26,9 @@ import pydantic_core
 from pydantic import ValidationError
 
 from posttrain.access.authenticators.token import TokenAuthenticator
-from posttrain.access.ports import OS, Identity
-from posttrain.access.roles import role_of
+from posttrain.access.ports import OS, Identity, role_of
 from posttrain.api.codec import adapter
 from posttrain.api.control import OPERATIONS, Control
-from posttrain.api.guard import Guard
 from posttrain.api.verbs import (
     CURSOR,
     LIMIT,
@@ -43,7 +41,7 @@ from posttrain.api.verbs import (
     place,
     refuse_unknown,
 )
-from posttrain.app.control import Local
+from posttrain.app.control import Guard, Local
 from posttrain.app.workspace import Workspace
 from posttrain.domain.errors import (
     AccessError,
@@ -55,10 +53,10 @@ from posttrain.domain.errors import (
 )
 from posttrain.domain.ids import Role
 from posttrain.domain.records import DEFAULT_PROJECT
-from posttrain.drivers.requests import RunDriver
 from posttrain.server.uploads import Bundles
-from posttrain.store.hosts import Ledger
+from posttrain.store.ledger import Ledger
 from posttrain.views.status import RunStatus, RunWatcher
+from posttrain.workspace.background import RunDriver
 from posttrain.workspace.settings import OpenWorkspace
 
 MOST = 256  # maximum number of runs with a cached watcher

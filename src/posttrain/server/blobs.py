@@ -16,8 +16,8 @@ from fastapi import FastAPI
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, RedirectResponse, Response, StreamingResponse
 
-from posttrain.api.guard import refuse
 from posttrain.api.verbs import PREFIX
+from posttrain.app.control import refuse
 from posttrain.domain.errors import DeadlineError, InputError, NotFoundError, PartSizeError, SlowError
 from posttrain.server.authentication import Asker
 from posttrain.server.limits import ADOPT, READ, UPLOAD, in_thread, whole

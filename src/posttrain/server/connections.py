@@ -39,7 +39,7 @@ from posttrain.access.ports import OS, Identity
 from posttrain.domain.errors import InputError, LimitError, PosttrainError
 from posttrain.execution.processes import process_alive, process_name
 from posttrain.server.limits import PASS_ON, READ, in_thread
-from posttrain.store.hosts import Host, Hosts, Ledger, host_of
+from posttrain.store.ledger import Host, Hosts, Ledger, host_of
 from posttrain.store.retries import connected
 
 log = logging.getLogger("posttrain.server")

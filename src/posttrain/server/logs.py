@@ -23,9 +23,9 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from posttrain.api.problems import SERVER_ERRORS, problem
+from posttrain.api.codec import SERVER_ERRORS, problem
 from posttrain.domain.errors import InputError, PosttrainError
-from posttrain.drivers.log import Veil
+from posttrain.workspace.background import Veil
 
 JSON, TEXT = "json", "text"
 FORMATS = (JSON, TEXT)

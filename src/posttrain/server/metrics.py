@@ -39,7 +39,7 @@ from posttrain._version import __version__
 from posttrain.domain.canonical import digest_bytes
 from posttrain.domain.errors import PosttrainError
 from posttrain.server.logs import facts
-from posttrain.store.hosts import LedgerCounts, ledger_counts
+from posttrain.store.ledger import LedgerCounts, ledger_counts
 from posttrain.store.schema import SCHEMA_VERSION
 
 if TYPE_CHECKING:

@@ -4,9 +4,8 @@ import inspect
 from typing import Any
 
 from posttrain._version import __version__
-from posttrain.api.codec import adapter
+from posttrain.api.codec import MEDIA_TYPE, adapter
 from posttrain.api.control import OPERATIONS
-from posttrain.api.problems import MEDIA_TYPE
 from posttrain.api.verbs import PREFIX, Verb
 
 _REF = "#/components/schemas/{model}"

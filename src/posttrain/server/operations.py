@@ -28,10 +28,10 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 
+from posttrain.api.codec import problem
 from posttrain.api.control import Control
-from posttrain.api.guard import refuse
-from posttrain.api.problems import problem
 from posttrain.api.verbs import PREFIX
+from posttrain.app.control import refuse
 from posttrain.app.workspace import Workspace
 from posttrain.domain.canonical import digest_bytes
 from posttrain.domain.errors import (
@@ -51,7 +51,7 @@ from posttrain.server.limits import READ, Limits, check_path, in_thread
 from posttrain.server.logs import logged_problem
 from posttrain.server.metrics import Meters
 from posttrain.server.workers import OPERATION_SECONDS, Answers, Asking, Refused
-from posttrain.store.hosts import Ledger, numbered, server_lives
+from posttrain.store.ledger import Ledger, numbered, server_lives
 from posttrain.store.operations import BEAT_SECONDS, DONE, Begun, IdempotencyKeys, Operations
 
 _FORM = re.compile(r"[A-Za-z0-9_-]{8,64}")

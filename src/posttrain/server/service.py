@@ -52,7 +52,6 @@ from posttrain.execution.processes import process_name
 from posttrain.server import logs
 from posttrain.server.app import build
 from posttrain.server.authentication import Authentication
-from posttrain.server.children import start
 from posttrain.server.connections import (
     Door,
     Peers,
@@ -66,10 +65,10 @@ from posttrain.server.connections import (
 )
 from posttrain.server.metrics import Meters, SharedCounters
 from posttrain.server.operations import Server
-from posttrain.server.workers import Workers
+from posttrain.server.workers import Workers, start
 from posttrain.store.atomic import Refusal, held, make_folder, write_json
 from posttrain.store.blobs import open_blobs
-from posttrain.store.hosts import Hosts, Ledger
+from posttrain.store.ledger import Hosts, Ledger
 from posttrain.store.operations import forget_before
 from posttrain.store.retries import SOCKET, SOCKETS
 from posttrain.workspace.served import LOCK, PLACE, server_of

@@ -14,8 +14,8 @@ from sqlalchemy import ColumnElement, Connection, Text, and_, literal, or_, sele
 from posttrain.domain.errors import IntegrityError
 from posttrain.domain.records import release_of, run_end, stage_end
 from posttrain.store.database import schema_version
-from posttrain.store.hosts import Ledger
 from posttrain.store.journal import ADDED, ERASED, REMOVED, TABLES, auditable
+from posttrain.store.ledger import Ledger
 from posttrain.store.schema import (
     SCHEMA_VERSION,
     JsonText,

@@ -29,7 +29,7 @@ from posttrain.store.audit import verify_rows
 from posttrain.store.blobs import ObjectBlobs, open_blobs
 from posttrain.store.database import Database
 from posttrain.store.garbage import Marker
-from posttrain.store.hosts import Ledger
+from posttrain.store.ledger import Ledger
 from posttrain.store.sealer import seal, verify_chain
 from posttrain.store.trees import file_digest, scratch
 

@@ -21,8 +21,8 @@ from posttrain.domain.ports import crashpoint
 from posttrain.domain.records import IMPORTED
 from posttrain.store.database import schema_version
 from posttrain.store.external import URI, VERSION
-from posttrain.store.hosts import Ledger
 from posttrain.store.journal import CHANGED, ERASED, TABLES, Author, Change, Journal, new_request
+from posttrain.store.ledger import Ledger
 from posttrain.store.schema import (
     SCHEMA_VERSION,
     approval_requests,

@@ -29,8 +29,8 @@ from posttrain.domain.records import MANIFEST
 from posttrain.store.atomic import StoreLock
 from posttrain.store.blobs import ObjectBlobs, StoredBlob
 from posttrain.store.database import schema_version
-from posttrain.store.hosts import Ledger
 from posttrain.store.journal import ERASED, REMOVED, TABLES, Author, Change, Journal, new_request
+from posttrain.store.ledger import Ledger
 from posttrain.store.schema import (
     SCHEMA_VERSION,
     artifacts,

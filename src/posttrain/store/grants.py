@@ -32,7 +32,7 @@ from posttrain.domain.ports import Clock
 from posttrain.domain.records import AttemptRecord
 from posttrain.store.atomic import read_json
 from posttrain.store.database import Database, now_in
-from posttrain.store.hosts import Host, Ledger
+from posttrain.store.ledger import Host, Ledger
 from posttrain.store.retries import INSIDE, SOCKET, Bootstrap, JobAccess, tell
 from posttrain.store.schema import attempts, grants, keyed, runs, sessions, tokens
 

@@ -40,7 +40,7 @@ from posttrain.domain.ports import Clock
 from posttrain.store.atomic import write_stream
 from posttrain.store.blobs import answering, backend_of, blob_key
 from posttrain.store.database import Database, now_in
-from posttrain.store.hosts import Ledger
+from posttrain.store.ledger import Ledger
 from posttrain.store.schema import hosts, keyed, operations, parts, requests, uploads
 from posttrain.store.trees import file_digest
 

@@ -45,8 +45,8 @@ from posttrain.domain.ids import TYPES
 from posttrain.domain.ports import crashpoint
 from posttrain.store.atomic import ANSWER, read_untrusted
 from posttrain.store.blobs import ObjectBlobs
-from posttrain.store.hosts import Ledger
 from posttrain.store.journal import CREATED, ERASED, FIELDS, Payload, envelope_leaf
+from posttrain.store.ledger import Ledger
 from posttrain.store.schema import attempts, events, leaves, payloads, tiles, tree_head, unsealed
 from posttrain.store.trees import LEVELS, Tree
 

@@ -45,8 +45,8 @@ from posttrain.domain.lifecycle import is_final
 from posttrain.domain.records import RunRows
 from posttrain.domain.sinks import Cursor
 from posttrain.store.database import SERVER_TIME, Database, moment, now_in
-from posttrain.store.hosts import Ledger
 from posttrain.store.journal import RUN, STAGE, settle_at, wake
+from posttrain.store.ledger import Ledger
 from posttrain.store.rows import plain, to_record
 from posttrain.store.schema import cursors, keyed, runs, stages, work
 from posttrain.store.scope import Scope

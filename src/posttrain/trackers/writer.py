@@ -32,7 +32,6 @@ from posttrain.domain.errors import InputError, PosttrainError, TrackerError, Wo
 from posttrain.domain.lifecycle import is_final
 from posttrain.domain.ports import crashpoint
 from posttrain.domain.trackers import Trackers
-from posttrain.drivers.requests import driven
 from posttrain.store.atomic import make_folder, read_json, write_json
 from posttrain.telemetry.tracker import Tracker, missing
 from posttrain.trackers.choice import (
@@ -57,6 +56,7 @@ from posttrain.trackers.choice import (
     target,
 )
 from posttrain.trackers.rows import REGISTRIES, RunSource, register_channel
+from posttrain.workspace.background import driven
 from posttrain.workspace.settings import OpenWorkspace
 
 _ROWS = 500  # rows per write

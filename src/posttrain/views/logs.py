@@ -29,12 +29,12 @@ from posttrain.domain.lifecycle import Reason, ReleaseState, StageState, is_fina
 from posttrain.domain.manifest import Manifest
 from posttrain.domain.records import AttemptRecord, ReleaseEntry, RunRecord, Signal, StageRecord
 from posttrain.domain.waits import Wait, span, told, waiting, waits
-from posttrain.drivers.requests import DriverKind, run_driver
 from posttrain.execution.ports import Executor
 from posttrain.store.atomic import read_json
 from posttrain.store.attempts import AttemptFolder
-from posttrain.store.hosts import Host, Ledger
+from posttrain.store.ledger import Host, Ledger
 from posttrain.store.snapshot import Snapshot
+from posttrain.workspace.background import DriverKind, run_driver
 from posttrain.workspace.settings import OpenWorkspace
 
 NOTHING = "none needed"  # the next action if no action is needed

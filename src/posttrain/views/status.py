@@ -28,12 +28,12 @@ from posttrain.domain.lifecycle import HELD_UP, Reason, RunState, StageState, is
 from posttrain.domain.manifest import Manifest
 from posttrain.domain.records import AttemptRecord, RunNote, RunRecord, Signal, StageRecord, outcome_error
 from posttrain.domain.waits import waiting
-from posttrain.drivers.requests import DriverKind, RunDriver, run_driver
-from posttrain.store.hosts import Host
+from posttrain.store.ledger import Host
 from posttrain.store.snapshot import Snapshot
 from posttrain.telemetry.symptoms import Finding, StageFacts, findings
 from posttrain.telemetry.tracker import StageProgress, StageWatcher
 from posttrain.views.logs import as_they_stand, asks, ended_unseen, on_another_host, stage_words, waiting_for
+from posttrain.workspace.background import DriverKind, RunDriver, run_driver
 from posttrain.workspace.settings import OpenWorkspace
 
 if TYPE_CHECKING:

@@ -28,18 +28,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from posttrain.control.jobs import Jobs
-from posttrain.control.stores import Stores
 from posttrain.data.assets import ModelLimits
 from posttrain.data.catalog import Catalog
 from posttrain.domain.canonical import digest_json
 from posttrain.domain.errors import InfrastructureError, InputError, PosttrainError, WorkspaceError
 from posttrain.domain.manifest import Manifest
 from posttrain.domain.records import RunRecord
-from posttrain.execution.executors.installed import InstalledExecutor
+from posttrain.execution.installed import InstalledExecutor
 from posttrain.execution.processes import NEVER, process_alive, process_name
 from posttrain.store.atomic import held, read_json, write_json
 from posttrain.store.blobs import ObjectBlobs, blobs_url
-from posttrain.store.hosts import GONE_SECONDS, Hosts, Ledger
+from posttrain.store.ledger import GONE_SECONDS, Hosts, Ledger, Stores
 from posttrain.store.postgres import checked_address
 from posttrain.store.sealer import Lost, accept_loss, find_lost, keep_head, seal
 from posttrain.store.snapshot import Snapshot
@@ -61,7 +60,7 @@ TRUSTED = "trusted"
 LOCAL, PODMAN = "local", "podman"
 OWN_EXECUTORS = (LOCAL, PODMAN)
 EXECUTOR = "executor"  # the key of an executor that is not local
-CLUSTER = "cluster"  # the key of declared executors and flavours (`domain.flavours`)
+CLUSTER = "cluster"  # the key of declared executors and flavours (`domain.placement`)
 VARIABLES = "job_variables"  # the key of names of additional variables that jobs of a server get
 LIMITS = "model_limits"  # the key of the limits of a model folder (`data.assets.ModelLimits`)
 CHANNEL = "channel"  # the key of a URL below which attempts have their mailboxes; absent: in their folders

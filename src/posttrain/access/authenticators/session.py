@@ -6,12 +6,11 @@ The ledger stores only the SHA-256 of the bits, so it reveals no cookie. No cook
 import base64
 import re
 
-from posttrain.access.ports import Identity
-from posttrain.access.roles import identity_of
+from posttrain.access.ports import Identity, identity_of
 from posttrain.domain.canonical import digest_bytes
 from posttrain.domain.errors import AccessError
 from posttrain.store.grants import begin_session, end_session
-from posttrain.store.hosts import Ledger
+from posttrain.store.ledger import Ledger
 
 SESSION = "session"
 SECONDS = 12 * 3600.0  # the maximum validity of a session

@@ -4,13 +4,12 @@ import base64
 import re
 from collections.abc import Mapping
 
-from posttrain.access.ports import Identity
-from posttrain.access.roles import identity_of, role_of
+from posttrain.access.ports import Identity, identity_of, role_of
 from posttrain.domain.canonical import digest_bytes
 from posttrain.domain.errors import AccessError, AuthenticationError, InputError, NotFoundError
 from posttrain.domain.ids import FORM, is_principal
 from posttrain.domain.records import CALLS, Token
-from posttrain.store.hosts import Ledger
+from posttrain.store.ledger import Ledger
 from posttrain.store.transaction import Transaction
 
 TOKEN = "token"

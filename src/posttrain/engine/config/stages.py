@@ -347,5 +347,5 @@ def training_config(kind: str, params: dict[str, Any]) -> TrainingConfig:
     """
     config = stage_config(kind, params)
     if not isinstance(config, TrainingConfig):
-        raise InputError(f"posttrain.jobs.train trains models, got a stage of kind {kind}")
+        raise InputError(f"posttrain.jobs.stage trains models, got a stage of kind {kind}")
     return config

@@ -33,8 +33,18 @@ import torch
 from torch import Tensor
 
 from posttrain.domain.errors import JobFailedError
-from posttrain.engine.rollout.bench import APART, WAIT, Bench, refuses, require, same
-from posttrain.engine.rollout.contract_turns import PolicyContract, ScoreContract, SessionContract, StreamContract
+from posttrain.engine.rollout.contract_turns import (
+    APART,
+    WAIT,
+    Bench,
+    PolicyContract,
+    ScoreContract,
+    SessionContract,
+    StreamContract,
+    refuses,
+    require,
+    same,
+)
 from posttrain.engine.rollout.port import Completion, Generation, InFlight, RolloutEngine, SamplingParams
 from posttrain.engine.samples import Trajectory
 

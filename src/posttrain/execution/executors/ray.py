@@ -18,7 +18,6 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from posttrain.domain.errors import CapacityError, InfrastructureError, InputError
-from posttrain.domain.flavours import ExecutorSettings
 from posttrain.domain.jobs import (
     Absence,
     Accepted,
@@ -32,6 +31,7 @@ from posttrain.domain.jobs import (
     Unknown,
 )
 from posttrain.domain.jobspec import RUN, STAGE, WORKSPACE, JobRef, JobSpec, Listed, external_name
+from posttrain.domain.placement import ExecutorSettings
 from posttrain.execution.ports import NotAskedError, Patience
 from posttrain.store.attempts import mailbox_at
 from posttrain.store.staging import relayed_log, seconds_ran

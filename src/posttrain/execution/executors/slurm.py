@@ -24,7 +24,6 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from posttrain.domain.errors import CapacityError, InfrastructureError, InputError
-from posttrain.domain.flavours import ExecutorSettings
 from posttrain.domain.jobs import (
     Absence,
     Accepted,
@@ -38,6 +37,7 @@ from posttrain.domain.jobs import (
     Unknown,
 )
 from posttrain.domain.jobspec import JobRef, JobSpec, Listed, external_name
+from posttrain.domain.placement import ExecutorSettings
 from posttrain.execution import processes
 from posttrain.execution.ports import NotAskedError, Patience
 from posttrain.store.attempts import mailbox_at

@@ -38,9 +38,8 @@ from posttrain.engine.evaluation.evaluate import (
 )
 from posttrain.engine.models.files import ModelSource, decode_response, encode_prompts, load_tokenizer
 from posttrain.engine.models.language_model import LanguageModel
-from posttrain.engine.rollout.decoding import StopStrings
+from posttrain.engine.rollout.decoding import StopStrings, prompt_logprobs
 from posttrain.engine.rollout.port import RolloutEngine, SamplingParams
-from posttrain.engine.rollout.prompt_logprobs import prompt_logprobs
 from posttrain.engine.rollout.worker import decoding_fallbacks, generate, open_rollout
 from posttrain.engine.settings import InferenceRuntimeConfig
 from posttrain.jobs.bodies.rewards import open_rewards

@@ -31,7 +31,6 @@ from posttrain.domain.jobs import GANG, JobResult, Metric, Note, Output, Progres
 from posttrain.domain.rendering import check_labels, labels_of
 from posttrain.domain.rewards import reward_slots
 from posttrain.domain.roles import ROLLOUT, RoleSpec, in_pools, role_named
-from posttrain.engine.assembly import FrozenSource, PoolOf, open_learner, open_roles
 from posttrain.engine.batch import Document
 from posttrain.engine.config import (
     EvaluateConfig,
@@ -48,7 +47,17 @@ from posttrain.engine.groups.backends.inline import InlineBackend
 from posttrain.engine.groups.cluster import open_cluster
 from posttrain.engine.groups.port import Recorder
 from posttrain.engine.groups.worker_group import DEADLINES, Deadlines, ResourcePool
-from posttrain.engine.loop.controller import Controller, FromRows, Limits, Order, Selection
+from posttrain.engine.loop.controller import (
+    Controller,
+    FromRows,
+    FrozenSource,
+    Limits,
+    Order,
+    PoolOf,
+    Selection,
+    open_learner,
+    open_roles,
+)
 from posttrain.engine.loop.on_policy import OnPolicy
 from posttrain.engine.loop.publication import Roles
 from posttrain.engine.loop.recipe import Recipe

@@ -30,7 +30,7 @@ from fastapi import FastAPI, Request, Response
 from posttrain.api.control import Control
 from posttrain.domain.errors import AuthenticationError, BusyError, InputError, NotFoundError, PosttrainError
 from posttrain.domain.lifecycle import is_final
-from posttrain.server.console import chat, pages, visits
+from posttrain.server.console import pages, visits
 from posttrain.server.console.visits import ASSETS, HEADERS, Visit, asset, failed, html, redirect
 from posttrain.server.limits import FOLLOW, HEAVY, LOGIN, LOOK, READ, in_thread
 from posttrain.server.operations import Server
@@ -64,7 +64,7 @@ _HEAVY: dict[str, _Page] = {  # pages to which a worker contributes
     "/audit": pages.audit,
     "/channels/{channel}": pages.channel,
     "/channels/{channel}/rollback": pages.confirm_rollback,
-    "/channels/{channel}/chat": chat.page,
+    "/channels/{channel}/chat": pages.chat,
 }
 _FORMS: dict[str, _Page] = {
     "/runs/{run}/notes": pages.note,
@@ -190,7 +190,7 @@ def add_routes(app: FastAPI, server: Server) -> None:
             app.add_route(PROJECT + path, _shown(server, page, lane), methods=["GET"])
     for path, page in _FORMS.items():
         app.add_route(PROJECT + path, _done(server, page), methods=["POST"])
-    app.add_route(PROJECT + "/channels/{channel}/chat", chat.answering(server, _enter), methods=["POST"])
+    app.add_route(PROJECT + "/channels/{channel}/chat", pages.answering(server, _enter), methods=["POST"])
     app.add_route("/projects/{rest:path}", _nothing, methods=["GET", "POST"])
 
 

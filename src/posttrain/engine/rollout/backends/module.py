@@ -11,9 +11,8 @@ from posttrain.engine.models.backbone import key_value_bytes
 from posttrain.engine.models.language_model import HALF, LanguageModel
 from posttrain.engine.models.sharding import module_views
 from posttrain.engine.rollout.batched import BatchedEngine
-from posttrain.engine.rollout.decoding import BatchDecoding, Rows, StopStrings
+from posttrain.engine.rollout.decoding import BatchDecoding, Rows, StopStrings, prompt_logprobs
 from posttrain.engine.rollout.port import Generation, PromptLogprobs, Proof
-from posttrain.engine.rollout.prompt_logprobs import prompt_logprobs
 
 _DROP_SHARE = 0.15  # dropping rows copies the cache, so several rows are dropped at a time
 

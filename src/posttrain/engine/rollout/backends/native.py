@@ -32,7 +32,7 @@ from torch import Tensor
 from posttrain.domain.errors import InputError
 from posttrain.engine.batch import free_bytes, keep_freed_memory
 from posttrain.engine.models.language_model import LanguageModel
-from posttrain.engine.rollout.decoding import StopStrings
+from posttrain.engine.rollout.decoding import StopStrings, prompt_logprobs
 from posttrain.engine.rollout.kv_pages import GraphedSteps, PageStore, Run, cuda_recorder
 from posttrain.engine.rollout.kv_slots import SlotStore
 from posttrain.engine.rollout.llama_decoder import LlamaDecoder, Prefix, fuse_weights, why_not_fusable
@@ -48,7 +48,6 @@ from posttrain.engine.rollout.port import (
     Proof,
     prompt_segments,
 )
-from posttrain.engine.rollout.prompt_logprobs import prompt_logprobs
 from posttrain.engine.rollout.sampling import RowDraws, generation_keys
 from posttrain.engine.rollout.schedule import Indices, Intake, RolloutCounters, Row, RowTable, Schedule
 from posttrain.engine.rollout.sessions import HeldSessions

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -37,8 +38,9 @@ from sqlalchemy import ColumnElement, Connection, Float, Select, case, exists, f
 from posttrain._version import __version__
 from posttrain.domain.errors import ConflictError, InfrastructureError
 from posttrain.domain.lifecycle import RUN, AttemptState, is_final
-from posttrain.domain.ports import Clock
-from posttrain.domain.records import DEFAULT_PROJECT
+from posttrain.domain.manifest import Manifest, manifest_from_json
+from posttrain.domain.ports import BlobStore, Clock
+from posttrain.domain.records import DEFAULT_PROJECT, AttemptRecord, RunRecord, StageRecord
 from posttrain.store import journal
 from posttrain.store.atomic import DELETES, PATIENCE, STORES, FileLock
 from posttrain.store.database import SERVER_TIME, Database, LostAnswerError, SystemClock, moment, now_in
@@ -461,3 +463,31 @@ class Ledger:
     def close(self) -> None:
         """Close the database."""
         self.database.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Stores:
+    """Ledger and blobs, with the clock and the actor of their writes."""
+
+    ledger: Ledger
+    blobs: BlobStore
+    clock: Clock
+    actor: str  # the acting principal, by the name in the audit log
+
+    def manifest(self, run: RunRecord) -> Manifest:
+        """Return the run's locked manifest.
+
+        Raises:
+            IntegrityError: the manifest's bytes no longer match the digest.
+        """
+        return manifest_from_json(json.loads(self.blobs.get(run.manifest_digest)))
+
+    def update_stage(self, stage: StageRecord, **changes: Any) -> StageRecord:
+        """Change a stage in a separate transaction; see `Transaction.update_stage`."""
+        with self.ledger.transaction(self.actor) as transaction:
+            return transaction.update_stage(stage, **changes)
+
+    def update_attempt(self, attempt: AttemptRecord, **changes: Any) -> AttemptRecord:
+        """Change an attempt in a separate transaction; see `Transaction.update_attempt`."""
+        with self.ledger.transaction(self.actor) as transaction:
+            return transaction.update_attempt(attempt, **changes)
