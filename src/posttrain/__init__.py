@@ -13,19 +13,18 @@ does not load the engine. Each function uses a `Control`: the given one, or one 
 from __future__ import annotations
 
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posttrain._version import __version__
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from posttrain.api.control import Control
     from posttrain.api.handles import Channel, Run
     from posttrain.api.values import PlanView
     from posttrain.app.workspace import Workspace, init_workspace, open_workspace
     from posttrain.domain.errors import PosttrainError
-    from posttrain.domain.runspec import Setting
+    from posttrain.domain.overrides import Setting
 
 _ROOMS = {
     "Channel": "posttrain.api.handles",

@@ -22,8 +22,7 @@ from obstore.store import from_url
 from posttrain.domain.canonical import digest_bytes, digest_chunks
 from posttrain.domain.errors import InfrastructureError, InputError, IntegrityError, NotFoundError, WorkspaceError
 from posttrain.domain.ports import BlobStore
-from posttrain.store.backends.local import LocalFolder
-from posttrain.store.backends.memory import Memory
+from posttrain.store.backends.local import LocalFolder, Memory
 from posttrain.store.backends.remote import Remote
 from posttrain.store.blobs import open_blobs
 from s3_server import s3_server, use_s3

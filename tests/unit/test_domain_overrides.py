@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from posttrain.domain.errors import InputError
-from posttrain.domain.runspec import (
+from posttrain.domain.overrides import (
     overridden,
     parse_override,
     parse_overrides,

@@ -30,7 +30,7 @@ from posttrain.client.transport import Transport
 from posttrain.decision.gates import Evidence
 from posttrain.domain.errors import AccessError, DeadlineError, InputError, IntegrityError, PosttrainError
 from posttrain.domain.ids import Role
-from posttrain.domain.runspec import parse_overrides
+from posttrain.domain.overrides import parse_overrides
 from posttrain.foreign.outside import RUN as FOUND, FoundModel, Named, OutsideRun, Points, carried, carry
 from posttrain.server.authentication import to_json
 

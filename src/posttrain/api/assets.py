@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from posttrain.api.verbs import FileRef, RunFile, Verbs, verb
 from posttrain.domain.ids import Name, Principal, Role, TokenId, Word
-from posttrain.domain.runspec import Override
+from posttrain.domain.overrides import Override
 
 if TYPE_CHECKING:
     from posttrain.api.values import (

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     )
     from posttrain.domain.approvals import ApprovalStatus
     from posttrain.domain.manifest import Manifest
+    from posttrain.domain.overrides import Setting
     from posttrain.domain.policies import PinnedPolicy
     from posttrain.domain.records import (
         AttemptRecord,
@@ -57,7 +58,6 @@ if TYPE_CHECKING:
         RunRecord,
         Signal,
     )
-    from posttrain.domain.runspec import Setting
     from posttrain.domain.sinks import SinkView
 
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from posttrain.domain.kinds import Load
     from posttrain.domain.lifecycle import ReleaseState
     from posttrain.domain.manifest import Manifest
+    from posttrain.domain.overrides import Setting
     from posttrain.domain.records import (
         AssetStatus,
         AttemptRecord,
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
         ReleaseEntry,
         RunRecord,
     )
-    from posttrain.domain.runspec import Passes, Setting
+    from posttrain.domain.runspec import Passes
     from posttrain.planner.prospects import Estimate
     from posttrain.planner.residency import Residency
     from posttrain.planner.sizes import Size
@@ -328,6 +329,6 @@ class Ranked:
 
     def to_json(self, own: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Return plain JSON; `own`: further fields of each setting."""
-        from posttrain.control.sweeps import ranking_json
+        from posttrain.control.comparison import ranking_json
 
         return {**ranking_json(self.ranking, own), "troubles": list(self.troubles)}

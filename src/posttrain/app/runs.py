@@ -26,10 +26,10 @@ from posttrain.app.workspace import Workspace
 from posttrain.control import actions, attempts, channels
 from posttrain.control.approvals import terms
 from posttrain.control.channels import recall_of, refuse_recalled
+from posttrain.control.comparison import metric_direction, rank_runs, swept_metric, swept_model
 from posttrain.control.decide import stall_after
 from posttrain.control.lineage import made_model
 from posttrain.control.plan import Planned, Resolve, plan_run, submit as submit_manifest
-from posttrain.control.sweeps import metric_direction, rank_runs, swept_metric, swept_model
 from posttrain.data.refs import Source, parse_ref, refuse_afar
 from posttrain.decision.releases import origin
 from posttrain.domain.canonical import derive_seed
@@ -39,9 +39,10 @@ from posttrain.domain.ids import is_lock, lock_path
 from posttrain.domain.kinds import Driver, installed_kind, kind_of
 from posttrain.domain.lifecycle import Reason, RunState
 from posttrain.domain.manifest import InputRef, Manifest, StageManifest, measured_suites, suite_evaluator
+from posttrain.domain.overrides import Override, Setting, setting_words, settings
 from posttrain.domain.records import AttemptRecord, RunRecord, StageRecord
 from posttrain.domain.rewards import AS_FOUND, Called
-from posttrain.domain.runspec import Override, RunSpec, Setting, load_run_spec, setting_words, settings
+from posttrain.domain.runspec import RunSpec, load_run_spec
 from posttrain.domain.trackers import Trackers
 from posttrain.execution.installed import InstalledTrainer
 from posttrain.preflight.confinement import (
@@ -432,8 +433,9 @@ def plan_sweep(
             points.append(Point(place, setting, seed, _planned(bare, workspace, path, setting, seed)))
     _refuse_equal(points)
     first = specs[0]
-    model = swept_model(points[0].planned, first.release.model if first.release else None)
-    name = swept_metric(points[0].planned, first.gates, model, metric)
+    planned = points[0].planned
+    model = swept_model(planned.manifest, first.release.model if first.release else None)
+    name = swept_metric(planned.manifest, planned.contracts, first.gates, model, metric)
     direction = metric_direction(name, first.gates, better)
     warnings = dict.fromkeys(line for point in points for line in point.planned.warnings)
     return Sweep(path, tuple(points), name, direction, model, (*warnings, *([_KEPT] if gated else [])))

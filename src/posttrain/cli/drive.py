@@ -45,7 +45,7 @@ from posttrain.cli.console import (
 )
 from posttrain.domain.errors import InputError, PosttrainError
 from posttrain.domain.lifecycle import RunState, is_final
-from posttrain.domain.runspec import single
+from posttrain.domain.overrides import single
 
 if TYPE_CHECKING:
     from posttrain.api.control import Control

@@ -30,7 +30,7 @@ from posttrain.cli.console import (
     tinted,
 )
 from posttrain.cli.drive import DETACHED, FileArgument, open_quietly
-from posttrain.domain.runspec import parse_overrides, setting_words, value_words, written
+from posttrain.domain.overrides import parse_overrides, setting_words, value_words, written
 
 if TYPE_CHECKING:
     from rich.text import Text

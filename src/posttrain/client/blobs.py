@@ -25,7 +25,8 @@ from posttrain.data.refs import Source, local_path, parse_ref
 from posttrain.domain.canonical import digest_bytes, verified
 from posttrain.domain.errors import ConflictError, InfrastructureError, InputError, IntegrityError
 from posttrain.domain.ids import is_lock
-from posttrain.domain.runspec import Setting, overridden, read_yaml
+from posttrain.domain.overrides import Setting, overridden
+from posttrain.domain.runspec import read_yaml
 from posttrain.store.atomic import write_stream, writing
 from posttrain.store.retries import patiently
 from posttrain.store.trees import beside_model, file_digest, is_byproduct, not_taken, put_tree

@@ -29,7 +29,7 @@ from posttrain.client.transport import Transport, in_path
 from posttrain.domain.errors import ApiVersionError, DeadlineError, InfrastructureError, NotFoundError
 from posttrain.domain.ids import lock_path
 from posttrain.domain.lifecycle import is_final
-from posttrain.domain.runspec import Override, Setting
+from posttrain.domain.overrides import Override, Setting
 from posttrain.store.trees import beside_model, is_byproduct, tree_digest
 
 if TYPE_CHECKING:

@@ -29,8 +29,7 @@ from posttrain.domain.canonical import DIGEST_PREFIX, digest_bytes, digest_chunk
 from posttrain.domain.errors import InputError, IntegrityError, NotFoundError, PosttrainError, UnavailableError
 from posttrain.store.atomic import StoreLock, open_plain, unwritable, write_stream
 from posttrain.store.backends import Backend
-from posttrain.store.backends.local import LocalFolder
-from posttrain.store.backends.memory import SCHEME, Memory
+from posttrain.store.backends.local import SCHEME, LocalFolder, Memory
 from posttrain.store.backends.remote import Remote
 
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")  # errno in obstore's messages

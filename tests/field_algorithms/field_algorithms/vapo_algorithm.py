@@ -6,7 +6,7 @@ from field_algorithms.vapo import VAPOConfig
 from posttrain.engine.algorithms.advantages import generalized_advantages, length_adaptive, whiten
 from posttrain.engine.algorithms.objectives import PolicyObjective, Totals
 from posttrain.engine.batch import TokenBatch
-from posttrain.engine.recipes.policy_gradient import ActorCritic
+from posttrain.engine.recipes.actor_critic import ActorCritic
 
 
 class VAPO(ActorCritic[VAPOConfig]):

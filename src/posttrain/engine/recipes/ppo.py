@@ -9,7 +9,7 @@ from typing import TypeVar
 from posttrain.engine.algorithms.advantages import generalized_advantages, whiten
 from posttrain.engine.batch import TokenBatch
 from posttrain.engine.config import PPOConfig
-from posttrain.engine.recipes.policy_gradient import ActorCritic
+from posttrain.engine.recipes.actor_critic import ActorCritic
 
 P = TypeVar("P", bound=PPOConfig)
 

@@ -13,7 +13,7 @@ from posttrain.engine.algorithms.advantages import generalized_advantages, lengt
 from posttrain.engine.algorithms.objectives import PolicyObjective, Totals
 from posttrain.engine.batch import TokenBatch
 from posttrain.engine.config import VAPOConfig
-from posttrain.engine.recipes.policy_gradient import ActorCritic
+from posttrain.engine.recipes.actor_critic import ActorCritic
 
 
 @final

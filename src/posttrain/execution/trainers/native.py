@@ -38,7 +38,7 @@ _DECIDING_ROOMS = (
     *("engine", "jobs", "sandbox", "data/files.py", "data/rows.py", "foreign/evaluations.py"),
     *("serving/answers.py", "serving/texts.py", "serving/wire.py"),
     *("domain/canonical.py", "domain/engines.py", "domain/kinds.py", "domain/placement.py", "domain/rendering.py"),
-    *("domain/rewards.py", "domain/placement.py", "domain/adapters.py", "domain/harnesses.py"),
+    *("domain/rewards.py", "domain/roles.py", "domain/adapters.py", "domain/harnesses.py"),
     *("pacing/admission.py", "pacing/balance.py"),
     *("planner/residency.py", "planner/shape.py", "planner/sizes.py"),
 )

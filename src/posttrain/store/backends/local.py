@@ -1,4 +1,8 @@
-"""A folder as an object store. obstore's writes to a folder are atomic but not durable, so this module syncs them."""
+"""Object stores of this machine: a folder, and this process's memory for tests.
+
+obstore's writes to a folder are atomic but not durable, so this module syncs them. Memory stores with equal names are
+the same store.
+"""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -7,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import obstore
-from obstore.store import LocalStore
+from obstore.store import LocalStore, MemoryStore
 
 from posttrain.domain.errors import WorkspaceError
 from posttrain.store.atomic import make_folder, sync_folder, unwritable
@@ -79,3 +83,19 @@ def _close_to_others(place: int | Path, mode: int) -> None:
     with suppress(PermissionError):  # another user owns the file
         if os.stat(place).st_mode & _OTHERS:
             os.chmod(place, mode)
+
+
+SCHEME = "memory://"
+_stores: dict[str, MemoryStore] = {}
+
+
+class Memory(Backend):
+    """A named memory store: `memory://NAME`."""
+
+    def __init__(self, name: str) -> None:
+        self.url = SCHEME + name
+        self._name = name
+
+    def open(self) -> MemoryStore:
+        """Return the store of this name."""
+        return _stores.setdefault(self._name, MemoryStore())
