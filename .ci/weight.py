@@ -9,6 +9,9 @@ room is a folder directly below `src/posttrain`. A test belongs to the room that
 
 The rule: of the files 95 in 100 have at most 600 lines, none has more than 800; of the functions 95 in 100 have at most
 45 lines, none has more than 60. No modules import each other in a circle, inside functions or for types neither.
+
+A file has 150 lines, or two other files import it; or it is an entry of a registry, a program, or a module that is
+loaded only when it is used.
 """
 
 from __future__ import annotations
@@ -24,7 +27,14 @@ PACKAGE = "posttrain"
 OUTSIDE = "(package)"  # modules directly below `src/posttrain`
 _IMPORTS = ast.Import | ast.ImportFrom
 _FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
+_BLOCKS = _FUNCTIONS | ast.ClassDef
 FILE, FUNCTION = (600, 800), (45, 60)  # lines: of 95 in 100, and of all
+LEAST = 150  # lines of a file with one importer
+# folders whose files implement one port, or are algorithms or examples
+REGISTRIES = (
+    "access/authenticators", "engine/groups/backends", "engine/recipes", "engine/rollout/backends", "events/sinks",
+    "examples", "execution/executors", "execution/trainers", "store/backends", "store/mailboxes", "telemetry/trackers",
+)  # fmt: skip
 
 
 @dataclass
@@ -115,11 +125,29 @@ def too_large(root: Path) -> Iterator[str]:
             yield f"at most one {what} in 20 has more than {usual} lines, got {len(large)} of {len(sizes)}: {large[0]}"
 
 
+def too_small(root: Path) -> Iterator[str]:
+    """Files that only one other file imports and that have few lines, a line each."""
+    modules = _paths(root)
+    trees = {name: ast.parse(path.read_bytes()) for name, path in modules.items()}
+    importers, first = Counter[str](), set[str]()  # number of importers; modules that are imported with their importer
+    for name, tree in trees.items():
+        importers.update(set(_modules(tree, modules)) - {name})
+        begin = [node for node in tree.body if not isinstance(node, _BLOCKS)]
+        first |= {one for node in begin for one in _modules(node, modules)}
+    words = {node.value for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+    named = {word.partition(":")[0].removeprefix(f"{PACKAGE}.") for word in words if isinstance(word, str)}
+    for name, path in modules.items():
+        lines, at = len(path.read_text().splitlines()), path.relative_to(root / "src" / PACKAGE).as_posix()
+        if lines >= LEAST or importers[name] > 1 or path.name == "__init__.py" or at.startswith(REGISTRIES):
+            continue
+        program = any(isinstance(node, ast.If) and "__main__" in ast.dump(node.test) for node in trees[name].body)
+        if not program and (name in first or not importers[name]) and name.removeprefix(f"{PACKAGE}.") not in named:
+            yield f"{at}: a file with one importer has at least {LEAST} lines, got {lines}; move it into its importer"
+
+
 def circles(root: Path) -> Iterator[str]:
     """Modules that import each other, directly or by way of others; a line for each circle that is found."""
-    source = root / "src"
-    paths = {path.relative_to(source).with_suffix(""): path for path in sorted((source / PACKAGE).rglob("*.py"))}
-    modules = {".".join(name.parts).removesuffix(".__init__"): path for name, path in paths.items()}
+    modules = _paths(root)
     asked = {name: set(_modules(ast.parse(path.read_bytes()), modules)) - {name} for name, path in modules.items()}
     done: set[str] = set()
 
@@ -133,6 +161,13 @@ def circles(root: Path) -> Iterator[str]:
 
     for name in asked:
         yield from follow(name, [])
+
+
+def _paths(root: Path) -> dict[str, Path]:
+    """Module → its file."""
+    source = root / "src"
+    paths = {path.relative_to(source).with_suffix(""): path for path in sorted((source / PACKAGE).rglob("*.py"))}
+    return {".".join(name.parts).removesuffix(".__init__"): path for name, path in paths.items()}
 
 
 def _modules(tree: ast.AST, known: Collection[str]) -> Iterator[str]:
@@ -166,6 +201,6 @@ if __name__ == "__main__":
         print("\n".join(diagram(tree)))
         sys.exit(0)
     print("\n".join(table(weigh(tree))))
-    odd = [*too_large(tree), *circles(tree)]
+    odd = [*too_large(tree), *too_small(tree), *circles(tree)]
     sys.stderr.writelines(f"{line}\n" for line in odd)
     sys.exit(bool(odd))

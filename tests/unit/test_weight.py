@@ -12,7 +12,9 @@ SCRIPT = Path(__file__).resolve().parents[2] / ".ci" / "weight.py"
 def test_a_tree_is_weighed_by_rooms(tmp_path: Path) -> None:
     files = {
         "src/posttrain/store/rows.py": '"""Rows."""\n\nimport json\n\n\ndef read():\n    "Another."\n    return json\n',
-        "src/posttrain/main.py": "from posttrain.store import rows\n\nrows.read()\n",
+        "src/posttrain/store/backends/memory.py": "KEPT = {}\n",
+        "src/posttrain/main.py": "from posttrain.store import rows\n\nif __name__ == '__main__':\n    rows.read()\n",
+        "src/posttrain/store/log.py": "from posttrain.store import rows\n" + "# a line\n" * 150,
         "tests/unit/test_rows.py": "from posttrain.store import rows\n\n\ndef test_a(): ...\n\n\ndef helper(): ...\n",
     }
     for name, text in files.items():
@@ -24,9 +26,9 @@ def test_a_tree_is_weighed_by_rooms(tmp_path: Path) -> None:
     rows = [line.split() for line in said.splitlines()]
     assert rows == [
         ["room", "statements", "code", "files", "imports", "tests"],
-        ["store", "3", "2", "1", "1", "1"],
-        ["(package)", "2", "1", "1", "1", "0"],
-        ["all", "5", "3", "2", "2", "1"],
+        ["store", "5", "3", "3", "2", "1"],
+        ["(package)", "3", "2", "1", "1", "0"],
+        ["all", "8", "5", "4", "3", "1"],
     ]
     rooms = subprocess.run(
         [sys.executable, SCRIPT, tmp_path, "--rooms"], capture_output=True, text=True, check=False, timeout=60
@@ -53,3 +55,21 @@ def test_modules_that_import_each_other_fail(tmp_path: Path) -> None:
     run = subprocess.run([sys.executable, SCRIPT, tmp_path], capture_output=True, text=True, check=False, timeout=60)
     assert run.returncode == 1
     assert "posttrain.store.log → posttrain.store.rows → posttrain.store.log: import each other" in run.stderr
+
+
+def test_a_small_file_needs_two_importers_or_a_reason(tmp_path: Path) -> None:
+    source = tmp_path / "src" / "posttrain" / "store"
+    source.mkdir(parents=True)
+    for name in ("lonely", "unused", "shared", "deferred", "named"):
+        (source / f"{name}.py").write_text("x = 1\n")
+    (source / "rows.py").write_text(
+        "from posttrain.store import lonely, shared\n\nNAMED = 'posttrain.store.named:x'\n\n\n"
+        "def read():\n    from posttrain.store import deferred\n" + "# a line\n" * 150
+    )
+    (source / "log.py").write_text("from posttrain.store import shared\n" + "# a line\n" * 150)
+    run = subprocess.run([sys.executable, SCRIPT, tmp_path], capture_output=True, text=True, check=False, timeout=60)
+    assert run.returncode == 1
+    assert run.stderr.splitlines() == [
+        f"store/{name}.py: a file with one importer has at least 150 lines, got 1; move it into its importer"
+        for name in ("lonely", "unused")
+    ]
