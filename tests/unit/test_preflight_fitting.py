@@ -404,7 +404,7 @@ def test_a_reward_that_no_call_fits_is_refused_without_being_run(bench: Bench, s
 
 
 def test_what_a_plan_cannot_know_of_a_reward_is_a_warning(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("posttrain.app.runs.check_imports", lambda *given: None)
+    monkeypatch.setattr("posttrain.preflight.confinement.check_imports", lambda *given: None)
     (bench.folder / "reward.py").write_text("from trl.rewards import accuracy_reward as score\n")
     assert plan(bench.file(), bench.workspace).warnings == (
         "rewards.exact: reward.py (score): score is imported, so its dialect is unknown until the stage starts",
@@ -436,7 +436,7 @@ def test_a_reward_of_an_installed_package(bench: Bench, monkeypatch: pytest.Monk
     (site / "rated_rows-0.3.dist-info" / "top_level.txt").write_text("rated_rows\n")
     (site / "rated_rows.py").write_text("def exact(completion, answer): ...\ndef solved(completion, solution): ...\n")
     monkeypatch.syspath_prepend(str(site))  # of this process alone: the cell has another path
-    monkeypatch.setattr("posttrain.app.runs.check_imports", lambda *given: None)
+    monkeypatch.setattr("posttrain.preflight.confinement.check_imports", lambda *given: None)
     planned = plan(bench.file(lambda raw: raw["rewards"].update(exact="rated_rows:exact")), bench.workspace)
     reward = planned.manifest.stage("grpo").inputs["reward"]
     assert (reward.name, planned.warnings) == ("rated_rows:exact", ())

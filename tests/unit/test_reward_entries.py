@@ -153,7 +153,7 @@ def test_a_function_of_a_package_is_named_by_its_ref(bench: Bench, monkeypatch: 
     (site / "rated_pairs-1.dist-info" / "top_level.txt").write_text("rated_pairs\n")
     (site / "rated_pairs.py").write_text("def exact(completion, completions): ...\ndef odd(solution_str): ...\n")
     monkeypatch.syspath_prepend(str(site))
-    monkeypatch.setattr("posttrain.app.runs.check_imports", lambda *_: None)  # a job would not find it
+    monkeypatch.setattr("posttrain.preflight.confinement.check_imports", lambda *_: None)  # a job would not find it
     said = planned(bench, uses(ref="rated_pairs:exact", dialect="areal"))
     assert said.meta["dialect"] == "areal"
     assert "entry must not be set with rated_pairs:exact" in bench.refused(uses(ref="rated_pairs:exact", entry="odd"))

@@ -45,22 +45,13 @@ from posttrain.domain.rewards import AS_FOUND, Called
 from posttrain.domain.runspec import RunSpec, load_run_spec
 from posttrain.domain.trackers import Trackers
 from posttrain.execution.installed import InstalledTrainer
-from posttrain.preflight.confinement import (
-    check_confinement,
-    check_imports,
-    check_servers,
-    refuse_missing_secrets,
-)
+from posttrain.preflight.confinement import check_surroundings
 from posttrain.preflight.data import check_fit, counter, repeated, seen_in_training, wide_steps
 from posttrain.preflight.locks import read_lock, refuse_lock
 from posttrain.preflight.outlook import look_ahead, refuse_hopeless
 from posttrain.preflight.placements import (
-    check_adapters,
-    check_teachers,
+    check_models,
     refuse_image,
-    refuse_infeasible,
-    refuse_judges_without_scores,
-    refuse_oversized,
     residencies,
     slower,
 )
@@ -131,15 +122,9 @@ def resolve_spec(spec: RunSpec, workspace: Workspace, source: Path, *, seed: int
     policy = channels.policy_of(workspace.stores, spec.release.channel) if spec.release else None
     planned = plan_run(spec, str(source), resolve, workspace.jobs.trainers, known, count, policy)
     barred = tuple(_recalled(workspace, planned.manifest, source))
-    loads = {name: contract.load for name, contract in planned.contracts.items() if contract.load}
-    refuse_oversized(planned.manifest, source)
-    check_adapters(planned.manifest, workspace, source, spec.model)
-    refuse_judges_without_scores(planned.manifest, workspace, source, spec.model)
-    same = tuple(check_teachers(planned.manifest, workspace, source, spec.model))
-    refuse_infeasible(planned.manifest, loads, workspace, source, spec.model)
-    found = (*check_confinement(planned, workspace), *check_fit(planned, spec, workspace, source))
-    refuse_missing_secrets(workspace, planned.manifest, source)
-    check_imports(planned, workspace, source)
+    same = check_models(planned.manifest, planned.contracts, workspace, source, spec.model)
+    unfit = check_fit(planned, spec, workspace, source)
+    around = check_surroundings(planned, workspace, source)
     beside = workspace.catalog.not_taken
     apart = dict.fromkeys(beside[ref.digest] for _, _, ref in planned.manifest.assets() if ref.digest in beside)
     unheard = (
@@ -148,8 +133,8 @@ def resolve_spec(spec: RunSpec, workspace: Workspace, source: Path, *, seed: int
     )
     found = (
         *same,
-        *check_servers(planned.manifest, source),
-        *found,
+        *around,
+        *unfit,
         *apart,
         *_frozen(spec, workspace),
         *barred,
@@ -288,11 +273,12 @@ def submit_planned(planned: Planned, workspace: Workspace, *, again: bool = Fals
     makes_model = all(kind_of(stage.kind).from_nothing for stage in planned.manifest.stages)  # reports no metrics
     trackers = Trackers() if makes_model else planned.trackers
     record_trackers(workspace, submitted.run.id, trackers, attached=submitted.attached)
-    if submitted.run.state == RunState.STOPPED or submitted.run.reason == Reason.ATTEMPTS_EXHAUSTED:
+    retried = submitted.run.state == RunState.STOPPED or submitted.run.reason == Reason.ATTEMPTS_EXHAUSTED
+    if retried:
         actions.retry(workspace.stores, workspace.jobs.folders, submitted.run.id)
     warnings = () if submitted.attached else planned.warnings
-    now = workspace.ledger.run(submitted.run.id)
-    return Submitted(now, submitted.attached, (_MOVED,) if submitted.moved else warnings)
+    run = workspace.ledger.run(submitted.run.id) if retried else submitted.run
+    return Submitted(run, submitted.attached, (_MOVED,) if submitted.moved else warnings)
 
 
 def _where(workspace: Workspace, stage: StageManifest) -> str:

@@ -5,7 +5,8 @@ Seeds are derived, never global: a seed is a hash of the run's seed and of the n
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import rfc8785
@@ -64,6 +65,11 @@ def _usual(value: Any) -> Any:
 def digest_bytes(data: bytes) -> str:
     """Return `sha256:<64 hex digits>` of raw bytes."""
     return DIGEST_PREFIX + hashlib.sha256(data).hexdigest()
+
+
+def digest_files(files: Mapping[str, Path]) -> dict[str, str]:
+    """Return name → digest of the bytes of each file."""
+    return {name: DIGEST_PREFIX + hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items()}
 
 
 def digest_chunks(chunks: Iterable[bytes]) -> str:

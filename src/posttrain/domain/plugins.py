@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from posttrain.domain.canonical import digest_bytes, digest_json
+from posttrain.domain.canonical import digest_files, digest_json
 from posttrain.domain.errors import InputError, PosttrainError
 
 if TYPE_CHECKING:
@@ -161,16 +161,16 @@ def _digests(module: str) -> dict[str, str]:
     folders = [Path(place) for place in spec.submodule_search_locations or ()]
     if not folders:
         path = Path(str(spec.origin))
-        return {path.name: digest_bytes(path.read_bytes())}
+        return digest_files({path.name: path})
     files = {
-        f"{spec.name}/{path.relative_to(folder).as_posix()}": digest_bytes(path.read_bytes())
+        f"{spec.name}/{path.relative_to(folder).as_posix()}": path
         for folder in folders
         for path in sorted(folder.rglob("*"))
         if path.is_file() and "__pycache__" not in path.parts and path.suffix not in _COMPILED
     }
     if not files:
         raise FileNotFoundError(f"{folders[0]} contains no file")
-    return files
+    return digest_files(files)
 
 
 def _outermost(module: str) -> ModuleSpec:

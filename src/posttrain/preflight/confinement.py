@@ -80,6 +80,21 @@ def confinement(cache: Path | None = None) -> Confinement:
     return Confinement(bool(known["whole"]), tuple(known["notes"]))
 
 
+def check_surroundings(planned: Planned, workspace: OpenWorkspace, source: Path) -> list[str]:
+    """Check what a run's rewards and stages need around them: a cell, secrets, imports, and servers of models.
+
+    Returns:
+        A line for each thing that a person should consider.
+
+    Raises:
+        InputError, InfrastructureError: see the functions that this one calls.
+    """
+    found = [*check_servers(planned.manifest, source), *check_confinement(planned, workspace)]
+    refuse_missing_secrets(workspace, planned.manifest, source)
+    check_imports(planned, workspace, source)
+    return found
+
+
 def check_confinement(planned: Planned, workspace: OpenWorkspace) -> Iterator[str]:
     """Yield notes for a person about the confinement of a run's rewards and `observe` methods.
 

@@ -22,12 +22,8 @@ from posttrain.preflight.confinement import check_servers, refuse_missing_secret
 from posttrain.preflight.data import located
 from posttrain.preflight.outlook import look_ahead, refuse_hopeless
 from posttrain.preflight.placements import (
-    check_adapters,
-    check_teachers,
+    check_models,
     refuse_image,
-    refuse_infeasible,
-    refuse_judges_without_scores,
-    refuse_oversized,
 )
 from posttrain.workspace.settings import OpenWorkspace
 
@@ -153,11 +149,6 @@ def _check_lock(manifest: Manifest, path: Path, workspace: OpenWorkspace) -> dic
                 f"{path}: stages.{stage}.{slot}: {ref.name} ({ref.digest}) is not in this workspace; "
                 "register it with posttrain asset add"
             )
-    refuse_oversized(manifest, path)
-    check_adapters(manifest, workspace, path)
-    loads = {name: contract.load for name, contract in contracts.items() if contract.load}
-    refuse_judges_without_scores(manifest, workspace, path)
-    tuple(check_teachers(manifest, workspace, path))  # the warnings were reported at locking
-    tuple(check_servers(manifest, path))
-    refuse_infeasible(manifest, loads, workspace, path)
+    tuple(check_servers(manifest, path))  # the warnings were reported at locking, also those of the next line
+    check_models(manifest, contracts, workspace, path)
     return contracts

@@ -24,7 +24,7 @@ from posttrain.domain.adapters import (
 )
 from posttrain.domain.errors import InputError
 from posttrain.domain.jobspec import allows
-from posttrain.domain.kinds import OWN, Driver, Load, kind_of
+from posttrain.domain.kinds import OWN, Driver, Load, StageContract, kind_of
 from posttrain.domain.manifest import InputRef, Manifest, StageManifest
 from posttrain.domain.placement import Flavour
 from posttrain.domain.rendering import CONFIG, is_classifier
@@ -56,6 +56,32 @@ class Seen:
     residency: Residency
     sizes: tuple[Size, ...]
     warnings: tuple[str, ...]
+
+
+def check_models(
+    manifest: Manifest,
+    contracts: Mapping[str, StageContract],
+    workspace: OpenWorkspace,
+    source: Path,
+    model: str | None = None,
+) -> list[str]:
+    """Check the sizes, adapters, judges, teachers and placements of a run; return a line for each thing to consider.
+
+    Args:
+        contracts: stage → its contract.
+        source: the run file or lock, for errors.
+        model: the base model's ref in the run file; None: the model is in the store.
+
+    Raises:
+        InputError, NotFoundError, IntegrityError: see the functions that this one calls.
+    """
+    refuse_oversized(manifest, source)
+    check_adapters(manifest, workspace, source, model)
+    refuse_judges_without_scores(manifest, workspace, source, model)
+    found = list(check_teachers(manifest, workspace, source, model))
+    loads = {name: contract.load for name, contract in contracts.items() if contract.load}
+    refuse_infeasible(manifest, loads, workspace, source, model)
+    return found
 
 
 def refuse_infeasible(

@@ -52,7 +52,7 @@ from posttrain.store.schema import (
     tokens,
     tree_head,
 )
-from posttrain.store.scope import across
+from posttrain.store.scope import Scope, across
 
 Record = TypeVar("Record")
 _ROLES = select(principals.c.name, roles.c.role).join(principals, principals.c.id == roles.c.principal)
@@ -144,7 +144,7 @@ class Reading:
     """Reads of one project over one connection."""
 
     def __init__(self, connection: Connection, project: str) -> None:
-        self._connection, self._project = connection, project
+        self._connection, self._project, self.scope = connection, project, Scope(project)
 
     def _all(self, kind: type[Record], query: Select[Any], values: Mapping[str, Any] | None = None) -> list[Record]:
         return to_records(kind, self._connection.execute(query, values))

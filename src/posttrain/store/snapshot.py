@@ -17,7 +17,6 @@ from typing import Any
 from sqlalchemy import (
     BindParameter,
     ColumnElement,
-    Connection,
     Float,
     Row,
     Select,
@@ -89,7 +88,7 @@ from posttrain.store.schema import (
     watches,
     work,
 )
-from posttrain.store.scope import Scope, across, of_project
+from posttrain.store.scope import across, of_project
 
 _CHANNEL = "channel:"
 _SEARCHED = 1000  # number of newest runs searched for similar names
@@ -183,10 +182,6 @@ class Snapshot(ApprovalReading, ChannelReading, PrincipalReading, SinkReading):
     Inside a `Transaction` the reads include the rows that the transaction has written. Rows of other projects are
     invisible, except to reads over every project.
     """
-
-    def __init__(self, connection: Connection, project: str) -> None:
-        super().__init__(connection, project)
-        self.scope = Scope(project)
 
     def run(self, run_id: str) -> RunRecord:
         """Return the run with exactly this id.

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from posttrain.domain.engines import OWN_ENGINES, TRAIN_ENGINE
-from posttrain.domain.kinds import DocumentUnit, ItemRange, Length, Load, RowNeeds
+from posttrain.domain.kinds import DocumentUnit, ItemRange, Length, Load, RowNeeds, StageContract
 from posttrain.domain.placement import Placement
 from posttrain.domain.roles import POLICY, REFERENCE, RoleSpec, with_models
 from posttrain.domain.validation import Frozen
@@ -75,6 +75,24 @@ class StageConfig(Frozen):
     def engines(self) -> dict[str, tuple[str, dict[str, bool]]]:
         """Return field → the name of its engine, and the needs of the stage (`domain.engines.PROVIDED`)."""
         return {}
+
+    def contract(self, params: dict[str, Any], load: Load | None) -> StageContract:
+        """Return what a plan needs of the stage.
+
+        Args:
+            params: the parameters, with slots instead of the names of inputs.
+            load: the result of `load`.
+        """
+        return StageContract(
+            params=params,
+            inputs=self.inputs(),
+            outputs=self.outputs(),
+            metrics=self.metrics(),
+            work=self.work(),
+            rows=self.row_needs(),
+            load=load,
+            length=self.length(),
+        )
 
 
 class TrainingConfig(StageConfig):

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from pydantic import BaseModel, ValidationError
 
-from posttrain.domain.canonical import digest_bytes, digest_json
+from posttrain.domain.canonical import digest_files, digest_json
 from posttrain.domain.engines import refuse_unfit
 from posttrain.domain.errors import InputError
 from posttrain.domain.jobs import JobCommand, JobOrder, JobResult
@@ -87,16 +87,7 @@ class NativeTrainer:
         load = config.load(kind)
         for field, (name, needs) in config.engines().items():
             refuse_unfit(field, name, needs)
-        return StageContract(
-            params=_name_by_slot(config),
-            inputs=config.inputs(),
-            outputs=config.outputs(),
-            metrics=config.metrics(),
-            work=config.work(),
-            rows=config.row_needs(),
-            load=load,
-            length=config.length(),
-        )
+        return config.contract(_name_by_slot(config), load)
 
     def compile(self, order: JobOrder) -> JobCommand:
         """Return the process to launch. OpenMP is configured before torch is imported (spin-waiting is 9x slower)."""
@@ -154,7 +145,7 @@ def _sources() -> dict[str, Any]:
     sources = [
         p for room in _DECIDING_ROOMS for p in ([root / room] if room.endswith(".py") else (root / room).rglob("*.py"))
     ]
-    files = {p.relative_to(root).as_posix(): digest_bytes(p.read_bytes()) for p in sorted(sources)}
+    files = digest_files({path.relative_to(root).as_posix(): path for path in sorted(sources)})
     return {"files": files, "libraries": {name: _version(name) for name in _DECIDING_LIBRARIES}}
 
 
