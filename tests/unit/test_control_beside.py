@@ -109,6 +109,47 @@ def test_a_run_that_is_stopped_while_a_stage_begins_beside_does_not_end_before_i
     assert [one.state for one in bench.ledger.attempts(run_id)] == ["stopped"]
 
 
+def test_a_run_that_fails_while_a_stage_begins_beside_ends_after_the_job_of_that_stage(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attempt is committed after the rows of the pass were read, in which the stage has no job."""
+    bench.scripts |= {"a": [fail(FailureClass.BUG)], "b": [train()]}
+    go_on, plan = threading.Event(), stages.plan_attempt
+
+    def slow(stores: Any, jobs: Any, view: Any, stage: Any, *words: Any, **options: Any) -> None:
+        if stage.name == "b":
+            assert go_on.wait(60)
+        plan(stores, jobs, view, stage, *words, **options)
+
+    monkeypatch.setattr(stages, "plan_attempt", slow)
+    driver = Reconciler(bench.stores, replace(bench.jobs, beside=2), "here")
+    run_id = bench.submit(**TWO)
+    until(bench, driver, run_id, lambda: bench.stage(run_id, "a").state == "failed")
+    for _ in range(20):
+        if driver.worth([run_id]):
+            driver.step(run_id)
+        bench.clock.sleep(0.2)
+    assert (bench.ledger.run(run_id).state, bench.ledger.attempts(run_id, "b")) == ("running", [])
+    go_on.set()
+    until(bench, driver, run_id, lambda: bench.ledger.run(run_id).state == "failed")
+    assert [one.state for one in bench.ledger.attempts(run_id, "b")] == ["succeeded"]
+    assert bench.stage(run_id, "b").state == "succeeded"
+
+
+def test_a_run_with_a_failed_stage_ends_when_its_last_job_has_ended(bench: Bench) -> None:
+    bench.scripts |= {"a": [fail(FailureClass.BUG)], "b": [None]}
+    run_id = bench.submit(**TWO)
+    for _ in range(10):
+        bench.reconciler.tick(run_id)
+        bench.clock.sleep(1)
+    assert [bench.stage(run_id, name).state for name in "ab"] == ["failed", "running"]
+    assert bench.ledger.run(run_id).state == "running"
+    [attempt] = bench.ledger.attempts(run_id, "b")
+    bench.executor.finish(attempt.name, train()(bench.jobs.folders.of(attempt)) or 0)
+    assert bench.drive(run_id).state == "failed"
+    assert bench.stage(run_id, "b").state == "succeeded"
+
+
 def test_slots_are_counted_when_they_are_taken(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """While a checkpoint is hashed, a driver dies whose job goes on, and another run takes the slot that is free."""
     bench.scripts["sft"] = [leaves(1, 100), None]

@@ -267,7 +267,7 @@ def test_a_resumed_attempt_begins_undecided(
     assert all(torch.equal(value, whole.weights()[name]) for name, value in rest.weights().items())
 
 
-@pytest.mark.parametrize(("method", "number"), [("feed", 3), ("probe", 2)])
+@pytest.mark.parametrize(("method", "number"), [("feed", 3), ("feed", 9), ("probe", 2)])
 def test_a_replaced_rank_is_probed_too(
     model: ModelSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, number: int
 ) -> None:
