@@ -27,7 +27,7 @@ PACKAGE = "posttrain"
 OUTSIDE = "(package)"  # modules directly below `src/posttrain`
 _IMPORTS = ast.Import | ast.ImportFrom
 _FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
-_BLOCKS = _FUNCTIONS | ast.ClassDef
+_PROGRAM = ast.unparse(ast.parse("__name__ == '__main__'"))
 FILE, FUNCTION = (600, 800), (45, 60)  # lines: of 95 in 100, and of all
 LEAST = 150  # lines of a file with one importer
 # folders whose files implement one port, or are algorithms or examples
@@ -129,20 +129,40 @@ def too_small(root: Path) -> Iterator[str]:
     """Files that only one other file imports and that have few lines, a line each."""
     modules = _paths(root)
     trees = {name: ast.parse(path.read_bytes()) for name, path in modules.items()}
-    importers, first = Counter[str](), set[str]()  # number of importers; modules that are imported with their importer
+    importers, first, named = Counter[str](), set[str](), set[str]()  # first: imported when its importer is
     for name, tree in trees.items():
         importers.update(set(_modules(tree, modules)) - {name})
-        begin = [node for node in tree.body if not isinstance(node, _BLOCKS)]
-        first |= {one for node in begin for one in _modules(node, modules)}
-    words = {node.value for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.Constant)}
-    named = {word.partition(":")[0].removeprefix(f"{PACKAGE}.") for word in words if isinstance(word, str)}
+        first |= {one for node in _at_start(tree) for one in _modules(node, modules)}
+        words = {
+            node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        }
+        named |= {word.partition(":")[0].removeprefix(f"{PACKAGE}.") for word in words} - {
+            name.removeprefix(f"{PACKAGE}.")
+        }
     for name, path in modules.items():
         lines, at = len(path.read_text().splitlines()), path.relative_to(root / "src" / PACKAGE).as_posix()
-        if lines >= LEAST or importers[name] > 1 or path.name == "__init__.py" or at.startswith(REGISTRIES):
+        if (
+            lines >= LEAST
+            or importers[name] > 1
+            or path.name == "__init__.py"
+            or at.startswith(tuple(f"{one}/" for one in REGISTRIES))
+        ):
             continue
-        program = any(isinstance(node, ast.If) and "__main__" in ast.dump(node.test) for node in trees[name].body)
+        program = any(isinstance(node, ast.If) and ast.unparse(node.test) == _PROGRAM for node in trees[name].body)
         if not program and (name in first or not importers[name]) and name.removeprefix(f"{PACKAGE}.") not in named:
-            yield f"{at}: a file with one importer has at least {LEAST} lines, got {lines}; move it into its importer"
+            has = "one importer" if importers[name] else "no importer"
+            yield f"{at}: a file with {has} has at least {LEAST} lines, got {lines}; move it into a file that uses it"
+
+
+def _at_start(tree: ast.AST) -> Iterator[ast.AST]:
+    """The nodes that run when a module is imported, without those for the type checker."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            continue
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield node
+        elif not isinstance(node, _FUNCTIONS):
+            yield from _at_start(node)
 
 
 def circles(root: Path) -> Iterator[str]:

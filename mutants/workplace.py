@@ -80,7 +80,8 @@ class Workplace:
     def baseline(self, tests: Sequence[str]) -> str:
         """Run tests on the unmutated sources; return pytest's output, or an empty text if all pass."""
         code, said = self._pytest(tests, self._limit)
-        return "" if code == _PASSED else f"{' '.join(tests)}, exit code {code}: {said or 'no output'}"
+        ended = f"exit code {code}" if code is not None else f"no end within {self._limit:g} s"
+        return "" if code == _PASSED else f"{' '.join(tests)}: {ended}: {said[-2000:]}"
 
     def trial(self, mutant: Mutant) -> Trial:
         """Write the mutant, run its tests, restore the source.

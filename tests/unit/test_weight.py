@@ -60,16 +60,19 @@ def test_modules_that_import_each_other_fail(tmp_path: Path) -> None:
 def test_a_small_file_needs_two_importers_or_a_reason(tmp_path: Path) -> None:
     source = tmp_path / "src" / "posttrain" / "store"
     source.mkdir(parents=True)
-    for name in ("lonely", "unused", "shared", "deferred", "named"):
+    for name in ("lonely", "shared", "deferred", "named", "ahead"):
         (source / f"{name}.py").write_text("x = 1\n")
+    (source / "unused.py").write_text("OWN = 'posttrain.store.unused'\n")
+    (source / "program.py").write_text("if __name__ == '__main__':\n    print()\n")
     (source / "rows.py").write_text(
-        "from posttrain.store import lonely, shared\n\nNAMED = 'posttrain.store.named:x'\n\n\n"
+        "from posttrain.store import lonely, shared\n\nif TYPE_CHECKING:\n    from posttrain.store import deferred\n"
+        "NAMED = 'posttrain.store.named:x'\n\n\nclass Rows:\n    from posttrain.store import ahead\n\n\n"
         "def read():\n    from posttrain.store import deferred\n" + "# a line\n" * 150
     )
     (source / "log.py").write_text("from posttrain.store import shared\n" + "# a line\n" * 150)
     run = subprocess.run([sys.executable, SCRIPT, tmp_path], capture_output=True, text=True, check=False, timeout=60)
     assert run.returncode == 1
     assert run.stderr.splitlines() == [
-        f"store/{name}.py: a file with one importer has at least 150 lines, got 1; move it into its importer"
-        for name in ("lonely", "unused")
+        f"store/{name}.py: a file with {has} importer has at least 150 lines, got 1; move it into a file that uses it"
+        for name, has in (("ahead", "one"), ("lonely", "one"), ("unused", "no"))
     ]

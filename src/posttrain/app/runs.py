@@ -123,8 +123,8 @@ def resolve_spec(spec: RunSpec, workspace: Workspace, source: Path, *, seed: int
     planned = plan_run(spec, str(source), resolve, workspace.jobs.trainers, known, count, policy)
     barred = tuple(_recalled(workspace, planned.manifest, source))
     same = check_models(planned.manifest, planned.contracts, workspace, source, spec.model)
-    unfit = check_fit(planned, spec, workspace, source)
     around = check_surroundings(planned, workspace, source)
+    unfit = check_fit(planned, spec, workspace, source)
     beside = workspace.catalog.not_taken
     apart = dict.fromkeys(beside[ref.digest] for _, _, ref in planned.manifest.assets() if ref.digest in beside)
     unheard = (

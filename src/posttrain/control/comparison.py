@@ -2,6 +2,8 @@
 
 Evaluations are compared side by side: the scores of each evaluation, and the differences from the first evaluation's
 scores. Differences between manifests include the history of each changed asset.
+
+The runs of a sweep, settings × seeds, are ranked on one metric of one model's evaluation.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

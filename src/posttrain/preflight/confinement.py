@@ -89,10 +89,10 @@ def check_surroundings(planned: Planned, workspace: OpenWorkspace, source: Path)
     Raises:
         InputError, InfrastructureError: see the functions that this one calls.
     """
-    found = [*check_servers(planned.manifest, source), *check_confinement(planned, workspace)]
+    confined = list(check_confinement(planned, workspace))
     refuse_missing_secrets(workspace, planned.manifest, source)
     check_imports(planned, workspace, source)
-    return found
+    return [*check_servers(planned.manifest, source), *confined]
 
 
 def check_confinement(planned: Planned, workspace: OpenWorkspace) -> Iterator[str]:

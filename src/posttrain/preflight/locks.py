@@ -149,6 +149,8 @@ def _check_lock(manifest: Manifest, path: Path, workspace: OpenWorkspace) -> dic
                 f"{path}: stages.{stage}.{slot}: {ref.name} ({ref.digest}) is not in this workspace; "
                 "register it with posttrain asset add"
             )
-    tuple(check_servers(manifest, path))  # the warnings were reported at locking, also those of the next line
-    check_models(manifest, contracts, workspace, path)
+    check_models(
+        manifest, contracts, workspace, path
+    )  # its warnings were reported at locking, as those of the next line
+    tuple(check_servers(manifest, path))
     return contracts

@@ -1,4 +1,4 @@
-"""The driver of a server, a process that `children.start` starts.
+"""The driver of a server, a process that `workers.start` starts.
 
 The driver drives every unfinished run of every project of a served workspace, seals events, and delivers them to the
 projects' sinks. It may be killed at any line: the ledger contains the remaining work, jobs continue, and the server

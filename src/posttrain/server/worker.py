@@ -1,4 +1,4 @@
-"""A worker of the server, a process that `children.start` starts: carries out verbs that read files or compute.
+"""A worker of the server, a process that `workers.start` starts: carries out verbs that read files or compute.
 
 A worker carries out one verb at a time. It reads requests as JSON lines from descriptor 3 and writes results to the
 same descriptor. Gates, row checks and everything else that loads numpy, pyarrow or tokenizers run in workers, so the
@@ -21,9 +21,8 @@ from posttrain.server.authentication import Asker, Authentication, Told, argumen
 from posttrain.server.console import CONSOLE
 from posttrain.server.logs import Logging, Printed, begin, logged_problem
 from posttrain.server.uploads import Bundles, Uploads
+from posttrain.server.workers import DESCRIPTOR, PIECE
 
-DESCRIPTOR = 3
-PIECE = "2"  # marks a report of progress; 0 and 1 mark a problem and a result
 INTERFACE = "openapi"  # the request for the OpenAPI document, which is not a verb
 
 

@@ -29,15 +29,12 @@ from typing import Any, Protocol
 from posttrain.domain.errors import BusyError, DeadlineError, InfrastructureError, StoppedError
 from posttrain.domain.jobspec import SECRET_NAME
 from posttrain.execution.processes import close_to_others, of_a_server
-from posttrain.server.worker import DESCRIPTOR, PIECE
 
+DESCRIPTOR = 3  # of a worker: the end of its socket
+PIECE = "2"  # marks a report of progress; 0 and 1 mark a problem and a result
 _LENGTH = 8  # bytes of the length that precedes the environment
-_READ_AT_START = (
-    "PYTHON",
-    "LD_",
-    "MALLOC_",
-    "GLIBC_",
-)  # prefixes of variables that the interpreter and libc read before the environment can be sent
+# prefixes of variables that the interpreter and libc read before the environment can be sent
+_READ_AT_START = ("PYTHON", "LD_", "MALLOC_", "GLIBC_")
 
 
 def start(

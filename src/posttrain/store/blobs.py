@@ -29,7 +29,7 @@ from posttrain.domain.canonical import DIGEST_PREFIX, digest_bytes, digest_chunk
 from posttrain.domain.errors import InputError, IntegrityError, NotFoundError, PosttrainError, UnavailableError
 from posttrain.store.atomic import StoreLock, open_plain, unwritable, write_stream
 from posttrain.store.backends import Backend
-from posttrain.store.backends.local import SCHEME, LocalFolder, Memory
+from posttrain.store.backends.local import MEMORY, LocalFolder, Memory
 from posttrain.store.backends.remote import Remote
 
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")  # errno in obstore's messages
@@ -132,7 +132,7 @@ def backend_of(location: str | Path) -> Backend:
         return LocalFolder(Path(address))
     if address.startswith("file://"):
         return LocalFolder(Path(unquote(urlsplit(address).path)))
-    return Memory(address.removeprefix(SCHEME)) if address.startswith(SCHEME) else Remote(address)
+    return Memory(address.removeprefix(MEMORY)) if address.startswith(MEMORY) else Remote(address)
 
 
 class ObjectBlobs:

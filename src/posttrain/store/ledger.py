@@ -1,5 +1,11 @@
 """The ledger, its hosts, the store lock that they share, and counts that describe a ledger.
 
+The ledger contains runs, stages, attempts, assets, releases, and the events that record their changes. `Stores` are a
+ledger and its blobs, for planning, judging, releasing and queries; nothing here starts or observes a job.
+
+Reading: each method of `Ledger` reads a separate snapshot; `snapshot()` gives several reads of one moment.
+Writing: `transaction(actor)`. The block must be short and only write, because on SQLite it holds the only write lock.
+
 A host is a workspace folder, with its jobs and drivers. All hosts share the ledger.
 
 A job runs on the host on which its attempt was planned, and only that host's drivers drive the run (`work.affinity`). A
@@ -12,11 +18,6 @@ The lock covers an artifact store that several hosts of a ledger share.
 
 The counts are for the monitoring of a server: they cover all projects, without the names of the projects. Three
 statements compute the counts, at a cost that does not grow with the history: large sets are counted up to `MOST`.
-
-The ledger contains runs, stages, attempts, assets, releases, and the events that record their changes.
-
-Reading: each method of `Ledger` reads a separate snapshot; `snapshot()` gives several reads of one moment.
-Writing: `transaction(actor)`. The block must be short and only write, because on SQLite it holds the only write lock.
 """
 
 from __future__ import annotations

@@ -18,6 +18,8 @@ The effect of a step depends on (seed, N, weights, moments, journal) alone. Chec
 none of these, so their timing cannot change the result, and the results of a resumed job are bit-identical to those of
 an uninterrupted job.
 
+`open_learner`, `open_rollout` and the other functions of this form start the roles that a stage needs, in given pools.
+
 `FromRows` is the stage of an algorithm that learns from given rows: demonstrations, preferences, labels.
 
 A stage's probe decides when to stop, and which step was the best. These decisions depend only on the sequence of the

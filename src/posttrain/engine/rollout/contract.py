@@ -15,8 +15,8 @@ change the tensors that an engine exposes, in place, and restore them. For an en
 change `Bench.held` and compare the engine's proof with that of a new engine; without `held`, they can check only the
 reported versions, and that the engine samples with the log-probabilities of its proof.
 
-`bench.Bench` has the members that a subclass defines, and the helpers that query an engine; `contract_turns` has the
-tests of partial answers, sessions, scores and policies.
+`contract_turns` has `Bench`, the members that a subclass defines and the helpers that query an engine, and the tests of
+partial answers, sessions, scores and policies.
 """
 
 import threading

@@ -1,4 +1,4 @@
-"""The decoding loop that engines over local weights share, and the detection of stop strings.
+"""What engines over local weights share: the decoding loop, stop strings, and log-probabilities of given texts.
 
 The loop draws tokens, ends rows, drops ended rows, and steps the model; its caller may pause it between two tokens. A
 back-end provides a `DecodingSession`, which contains the key-value cache of the rows. Rows occupy slots 0 … n - 1; when
@@ -16,6 +16,9 @@ text in which a string could still end:
   decoded unchanged without them.
 
 The matches in a tail depend only on the row's own tokens.
+
+`prompt_logprobs` computes log-probabilities of given texts with the forward pass over packed documents that training
+uses.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ def _close_to_others(place: int | Path, mode: int) -> None:
             os.chmod(place, mode)
 
 
-SCHEME = "memory://"
+MEMORY = "memory://"
 _stores: dict[str, MemoryStore] = {}
 
 
@@ -93,7 +93,7 @@ class Memory(Backend):
     """A named memory store: `memory://NAME`."""
 
     def __init__(self, name: str) -> None:
-        self.url = SCHEME + name
+        self.url = MEMORY + name
         self._name = name
 
     def open(self) -> MemoryStore:
