@@ -133,20 +133,13 @@ def too_small(root: Path) -> Iterator[str]:
     for name, tree in trees.items():
         importers.update(set(_modules(tree, modules)) - {name})
         first |= {one for node in _at_start(tree) for one in _modules(node, modules)}
-        words = {
-            node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)
-        }
-        named |= {word.partition(":")[0].removeprefix(f"{PACKAGE}.") for word in words} - {
-            name.removeprefix(f"{PACKAGE}.")
-        }
+        nodes = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant))
+        words = {word.partition(":")[0].removeprefix(f"{PACKAGE}.") for word in nodes if isinstance(word, str)}
+        named |= words - {name.removeprefix(f"{PACKAGE}.")}
     for name, path in modules.items():
         lines, at = len(path.read_text().splitlines()), path.relative_to(root / "src" / PACKAGE).as_posix()
-        if (
-            lines >= LEAST
-            or importers[name] > 1
-            or path.name == "__init__.py"
-            or at.startswith(tuple(f"{one}/" for one in REGISTRIES))
-        ):
+        entry = path.name == "__init__.py" or any(at.startswith(f"{one}/") for one in REGISTRIES)
+        if lines >= LEAST or importers[name] > 1 or entry:
             continue
         program = any(isinstance(node, ast.If) and ast.unparse(node.test) == _PROGRAM for node in trees[name].body)
         if not program and (name in first or not importers[name]) and name.removeprefix(f"{PACKAGE}.") not in named:

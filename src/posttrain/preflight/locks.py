@@ -149,8 +149,6 @@ def _check_lock(manifest: Manifest, path: Path, workspace: OpenWorkspace) -> dic
                 f"{path}: stages.{stage}.{slot}: {ref.name} ({ref.digest}) is not in this workspace; "
                 "register it with posttrain asset add"
             )
-    check_models(
-        manifest, contracts, workspace, path
-    )  # its warnings were reported at locking, as those of the next line
-    tuple(check_servers(manifest, path))
+    check_models(manifest, contracts, workspace, path)
+    tuple(check_servers(manifest, path))  # the warnings of both were reported at locking
     return contracts
