@@ -5,7 +5,9 @@ Changing one fails a test, so that it is done on purpose (and noted in the chang
 
 from __future__ import annotations
 
+import ast
 import inspect
+from pathlib import Path
 from typing import Any
 
 import typer.main
@@ -261,6 +263,22 @@ def test_exported_names_are_frozen() -> None:
     assert sorted(posttrain.__all__) == sorted([*names, "open_workspace", "plan", "run", "submit"])
     for name in posttrain.__all__:
         assert getattr(posttrain, name) is not None
+
+
+def test_the_python_api_asks_control_and_looks_behind_no_wall() -> None:
+    """The import contracts are about packages below `posttrain`, not about its own file."""
+    used = {
+        node.module
+        for node in ast.walk(ast.parse(Path(posttrain.__file__).read_text()))
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("posttrain.")
+    }
+    assert used | set(posttrain._ROOMS.values()) == {
+        "posttrain._version",
+        *(f"posttrain.api.{name}" for name in ("control", "handles", "values")),
+        *(f"posttrain.app.{name}" for name in ("control", "workspace")),
+        "posttrain.client.logins",
+        *(f"posttrain.domain.{name}" for name in ("errors", "overrides")),
+    }
 
 
 def test_exit_codes_are_frozen_and_documented() -> None:
