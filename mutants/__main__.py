@@ -100,7 +100,7 @@ def run(mutants: Sequence[Mutant], jobs: int, limit: float) -> list[Trial]:
 
 
 def by_file(tests: Iterable[str]) -> list[list[str]]:
-    """Return the tests of each file, the whole file only once; each list is run in a process of its own, as trials."""
+    """Return the tests of each file, the whole file only once; each list runs in a separate process, like a trial."""
     files: dict[str, list[str]] = {}
     for test in sorted(tests):
         files.setdefault(test.partition("::")[0], []).append(test)

@@ -72,7 +72,7 @@ def look_again_after(
             waiting(stage) and stage.reason != Reason.WAITING_FOR_APPROVAL
         ):  # a stage's `not_before`, and the end of the wait for its signal
             waits += [at - now for at in times(wait_of(manifest, stage.name), stage) if at > now]
-    # these have a turn (see `_deal`), or a wait of their own
+    # these have a turn (see `_deal`), or a separate wait
     refused = {s.name for s in stages if s.reason in (Reason.WAITING_FOR_DEVICES, Reason.WAITING_FOR_CLUSTER)}
     for attempt in attempts:
         if attempt.state == AttemptState.PLANNED and attempt.stage not in refused:

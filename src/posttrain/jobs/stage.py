@@ -1,4 +1,4 @@
-"""`python -m posttrain.jobs.stage ATTEMPT_DIR`: runs a stage of any kind that has no module of its own."""
+"""`python -m posttrain.jobs.stage ATTEMPT_DIR`: runs a stage, unless its kind names another module."""
 
 from posttrain.domain.jobs import JobResult
 from posttrain.domain.kinds import HARNESS, kind_of

@@ -2,7 +2,7 @@
 
 On the page of a chat, people talk to the served models of channels, one or two side by side. The server of the console
 passes messages on to the servers of models on this machine, with the key that they recorded in the workspace's folder.
-The conversation is in the page's form, and nothing of it is stored. With the console's script an answer appears as it
+The conversation is in the page's form and is not stored. With the console's script an answer appears as it
 arrives, as JSON lines; without it, the form returns the page with the whole answer.
 """
 
