@@ -3,6 +3,7 @@
 python -m mutants                        all mutants, two at a time
 python -m mutants control "NaN"          only mutants whose area, file or name contains a given word
 python -m mutants --sample 12 --seed 7   twelve mutants by a seed, from every area
+python -m mutants --part 2/4             every fourth mutant, beginning with the second
 python -m mutants --check                only check that the list fits the sources
 """
 
@@ -37,6 +38,8 @@ def main() -> int:
     chosen = sample(everything, words.sample, words.seed) if words.sample else everything
     if words.words:
         chosen = [mutant for mutant in chosen if any(word.lower() in str(mutant).lower() for word in words.words)]
+    part, _, parts = words.part.partition("/")
+    chosen = chosen[int(part) - 1 :: int(parts)]
     alive = [mutant for mutant in chosen if not mutant.equivalent]
     if not alive:
         print(f"error: no mutant's area, file or name holds {' or '.join(words.words) or 'anything'}", file=sys.stderr)
@@ -55,6 +58,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("words", nargs="*", help="only mutants whose area, file or name holds one of these")
     parser.add_argument("--sample", type=int, default=0, help="so many of them, by --seed")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--part", default="1/1", help="K/N: every N-th mutant, beginning with the K-th")
     parser.add_argument("--jobs", type=int, default=2, help="mutants tried at a time")
     parser.add_argument("--limit", type=float, default=600.0, help="seconds a mutant's tests may take")
     parser.add_argument("--lists", type=Path, default=LISTS, help="folder of the lists")

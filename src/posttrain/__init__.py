@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any
 from posttrain._version import __version__
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from posttrain.api.control import Control
     from posttrain.api.handles import Channel, Run
     from posttrain.api.values import PlanView
@@ -66,19 +68,25 @@ def connect(url: str, token: str | None = None, *, project: str | None = None) -
 
 
 def plan(
-    path: str | Path, workspace: Workspace | Control | None = None, *, seed: int | None = None, setting: Setting = ()
+    path: str | Path,
+    workspace: Workspace | Control | None = None,
+    *,
+    seed: int | None = None,
+    setting: Mapping[str, Any] | Setting = (),
 ) -> PlanView:
     """Validate a run file, resolve it to a manifest and estimate the cost of its run, without writing anything.
 
     Args:
         workspace: None: the nearest workspace.
         seed: replaces the seed in the file.
-        setting: values that replace those in the file.
+        setting: values that replace those in the file, by path: `{"grpo.steps": 100}`.
 
     Raises:
         InputError: the run file is invalid; the message names the file, the field, the constraint and the value.
     """
-    return _control(workspace).plan(Path(path), seed=seed, setting=setting)
+    from posttrain.domain.overrides import setting_of
+
+    return _control(workspace).plan(Path(path), seed=seed, setting=setting_of(setting))
 
 
 def submit(
@@ -87,7 +95,7 @@ def submit(
     again: bool = False,
     workspace: Workspace | Control | None = None,
     seed: int | None = None,
-    setting: Setting = (),
+    setting: Mapping[str, Any] | Setting = (),
 ) -> Run:
     """Record a run of a run file or of a locked manifest; if it was submitted before, return the existing run.
 
@@ -97,9 +105,10 @@ def submit(
         InputError: the file is invalid (see `plan`), or a seed or a setting was given for a locked manifest.
     """
     from posttrain.api.handles import Run
+    from posttrain.domain.overrides import setting_of
 
     control = _control(workspace)
-    made = control.submit(Path(path), again=again, seed=seed, setting=setting)
+    made = control.submit(Path(path), again=again, seed=seed, setting=setting_of(setting))
     return Run(control, made.run.id, made.attached, made.warnings)
 
 

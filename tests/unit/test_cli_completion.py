@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from posttrain.cli.main import app
 from posttrain.cli.usage import EXAMPLES, GROUPS, HINTS, VERBS
+from posttrain.engine.config import config_class
 
 
 @pytest.fixture
@@ -86,6 +87,16 @@ def test_audit_32_help_has_examples_and_each_parses(verb: str) -> None:
         while hasattr(command, "commands"):
             command = command.commands[rest.pop(0)]
         command.make_context(verb, rest).close()  # a usage error is raised here
+
+
+def test_the_paths_of_settings_in_help_exist() -> None:
+    lines = [line for lines in EXAMPLES.values() for line in lines if "--set " in line]
+    assert len(lines) >= 2
+    for line in lines:
+        stage, *keys = line.split("--set ")[1].split("=")[0].split(".")
+        config: Any = config_class(stage, {})  # stages of the examples have the names of their kinds
+        for key in keys:
+            config = config.model_fields[key].annotation
 
 
 def test_every_command_stands_in_one_group_with_two_examples_and_exit_codes() -> None:

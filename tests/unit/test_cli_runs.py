@@ -419,6 +419,18 @@ def test_python_submits_a_locked_manifest_too(world: World) -> None:
     workspace.close()
 
 
+def test_python_takes_settings_by_path_or_in_pairs(world: World) -> None:
+    workspace = open_workspace(world.root)
+    run_file = world.root / "run.yaml"
+    found = [plan(run_file, workspace, setting=one).manifest for one in ({"sft.steps": 7}, (("sft.steps", 7),))]
+    assert found[0] == found[1]
+    assert found[0].stage("sft").params["steps"] == 7
+    for wrong in ("sft.steps=7", ["sft.steps"], [("sft.steps", 7, 8)]):
+        with pytest.raises(InputError, match=r'setting must map paths to values, such as {"grpo.steps": 100}, got '):
+            plan(run_file, workspace, setting=wrong)  # type: ignore[arg-type]
+    workspace.close()
+
+
 def test_several_files_are_one_data_set(world: World) -> None:
     world.write("more.csv", "prompt,answer\nQ,007\n")
     assert "dataset:all@1" in world.ok("asset", "add", "dataset:all", "train.jsonl", "more.csv")

@@ -77,6 +77,7 @@ def test_what_is_wrong_is_one_line(viewer: Browser, model: StubModel, world: Con
         json.dumps([{"role": "user", "content": "x" * 50_000}]),
     ):
         assert lines(history0=bad)[0] == 422, bad
+    assert "role must be user or assistant" in lines(history0='[{"role": "system", "content": "x"}]')[1]
     assert viewer.post(PLACE, sent(viewer, "  "), **LINES).status == 422
     assert viewer.post(PLACE, {"message": "hi"}, **LINES).status == 403, "a form of another page"
     assert viewer.post(f"{HOME}/channels/nosuch/chat", sent(viewer, "hi"), **LINES).status == 422

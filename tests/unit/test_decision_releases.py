@@ -122,9 +122,15 @@ def test_a_bare_rollback_goes_to_the_newest_release_that_is_not_quarantined(step
     assert target(history(*steps)) == goes_to
 
 
-@pytest.mark.parametrize("steps", [["A"], ["A", "A"], ["A", "B", "<A"], ["A", "B", "A", "<B"]])
+@pytest.mark.parametrize("steps", [["A", "B", "<A"], ["A", "B", "A", "<B"]])
 def test_a_bare_rollback_fails_when_every_other_release_is_quarantined(steps: list[str]) -> None:
     with pytest.raises(NotFoundError, match=r"no other release that is not quarantined; .* --lift-quarantine REASON"):
+        target(history(*steps))
+
+
+@pytest.mark.parametrize("steps", [["A"], ["A", "A"]])
+def test_a_bare_rollback_of_the_only_model_names_it(steps: list[str]) -> None:
+    with pytest.raises(NotFoundError, match=r"channel prod has released no other model; it stays at A$"):
         target(history(*steps))
 
 

@@ -37,6 +37,23 @@ def slug(heading: str) -> str:
     return re.sub(r"[^\w\- ]", "", heading.strip().lower().replace("`", "")).replace(" ", "-")
 
 
+def test_files_that_the_architecture_names_exist() -> None:
+    text = (DOCS / "architecture.md").read_text()
+    one = set(re.findall(r"`((?:\w+/)+\w+\.py)`", text))
+    several = {
+        f"{room}{name}.py"
+        for room, names in re.findall(r"`((?:\w+/)+)\{([\w,]+)\}\.py`", text)
+        for name in names.split(",")
+    }
+    assert (len(one) > 50, len(several) > 5) == (True, True)
+    files = [
+        f"/{path.relative_to(ROOT).as_posix()}"
+        for room in ("src", "tests", "handbook")
+        for path in (ROOT / room).rglob("*.py")
+    ]
+    assert [name for name in sorted(one | several) if not any(file.endswith(f"/{name}") for file in files)] == []
+
+
 def broken(page: Path, text: str | None = None) -> list[str]:
     """Targets of a page's links that are not there."""
     found = []

@@ -20,6 +20,8 @@ from posttrain.domain.ids import PROJECT_VARIABLE, SERVER_VARIABLE
 if TYPE_CHECKING:
     from posttrain.client.chats import Message, Talker
 
+_EMPTY = "(empty answer)"
+
 
 def chat(
     model: Annotated[
@@ -155,16 +157,18 @@ def _typed(prompts: bool) -> Iterator[str]:
 def _show(talks: Sequence[Talk], message: str) -> None:
     """Print the answers to a message: one as it arrives, two in columns as they arrive on a terminal."""
     if len(talks) == 1:
+        empty = True
         for piece in talks[0].pieces(message):
             typer.echo(harmless(piece), nl=False)
             sys.stdout.flush()
-        typer.echo()
+            empty = empty and not piece
+        typer.echo(_EMPTY if empty else "")
     elif sys.stdout.isatty():
         _side_by_side(talks, message)
     else:
         for talk in talks:
             said = talk.ask(message)
-            say(f"── {talk.title}", said.answer, quoted=True)
+            say(f"── {talk.title}", said.answer or _EMPTY, quoted=True)
 
 
 def _side_by_side(talks: Sequence[Talk], message: str) -> None:

@@ -22,7 +22,10 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
     "plan": ("posttrain plan run.yaml", "posttrain plan run.yaml --set grpo.steps=100 -o json"),
     "lock": ("posttrain lock run.yaml", "posttrain lock run.yaml --seed 7 --out run.lock.json"),
     "run": ("posttrain run run.yaml", "posttrain run run.yaml --seed 7 --detach"),
-    "sweep": ("posttrain sweep run.yaml --set grpo.lr=1e-4,5e-4", "posttrain sweep run.yaml --seeds 3 --dry-run"),
+    "sweep": (
+        "posttrain sweep run.yaml --set grpo.optimizer.learning_rate=1e-4,5e-4",
+        "posttrain sweep run.yaml --seeds 3 --dry-run",
+    ),
     "attach": ("posttrain attach sort-1f2e3d4c", "posttrain attach sort-1f2e3d4c --timeout 60"),
     "stop": ("posttrain stop sort-1f2e3d4c", "posttrain stop sort"),
     "retry": ("posttrain retry sort-1f2e3d4c", "posttrain retry sort-1f2e3d4c --detach"),

@@ -326,9 +326,10 @@ def _reason(failure: Failure | None) -> Reason:
 def _next_action(stage: StageRecord, failure: Failure | None) -> str:
     if failure is None:
         return f"posttrain retry {stage.run_id} resumes it"
+    same = f"if that changes neither the run file nor code, posttrain retry {stage.run_id} suffices"
     return {
         FailureClass.BUDGET: "raise the budget in run.yaml and submit again",
-        FailureClass.BAD_INPUT: "fix what the message names and submit again: posttrain retry keeps the run's code",
+        FailureClass.BAD_INPUT: f"fix what the message names and submit again; {same}",
         FailureClass.OUT_OF_MEMORY: f"{kind_of(stage.kind).fitting} and submit again, or use a machine with more",
         FailureClass.DISK_FULL: f"free some space, then posttrain retry {stage.run_id}",
         FailureClass.DIVERGED: "lower the learning rate and submit again",

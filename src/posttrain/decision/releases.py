@@ -114,6 +114,10 @@ def rollback_target(
     if to is None:
         barred = {live.model_digest, *quarantined}
         found = next((entry.model_digest for entry in reversed(served) if entry.model_digest not in barred), None)
+        if found is None and not quarantined:
+            raise NotFoundError(
+                f"rollback: channel {channel} has released no other model; it stays at {live.model_digest}"
+            )
         if found is None:
             raise NotFoundError(
                 f"rollback: channel {channel} has no other release that is not quarantined; posttrain rollback "

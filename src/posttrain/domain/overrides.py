@@ -30,6 +30,18 @@ class Override:
 Setting = tuple[tuple[str, Any], ...]  # (path, value) pairs: one point of a sweep
 
 
+def setting_of(given: Mapping[str, Any] | Sequence[tuple[str, Any]]) -> Setting:
+    """Return a setting from a map of paths to values, or from pairs of both.
+
+    Raises:
+        InputError: it is neither.
+    """
+    pairs = tuple(given.items()) if isinstance(given, Mapping) else given
+    if isinstance(pairs, str) or any(isinstance(one, str) or len(one) != 2 for one in pairs):
+        raise InputError(f'setting must map paths to values, such as {{"grpo.steps": 100}}, got {given!r:.80}')
+    return tuple((str(path), value) for path, value in pairs)
+
+
 def parse_override(text: str) -> Override:
     """Parse `PATH=VALUE[,VALUE…]`.
 

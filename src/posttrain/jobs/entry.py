@@ -305,7 +305,7 @@ def _refuse_other_package(order: JobOrder) -> None:
     if attested is not None and own not in attested.roots:
         raise InputError(
             f"the job imports posttrain from {own}, which its run did not attest, because PYTHONPATH does not reach "
-            "jobs; install the package that posttrain is run from (pip install -e), then retry"
+            "jobs; install the package that posttrain is run from (pip install -e)"
         )
 
 

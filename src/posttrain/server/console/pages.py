@@ -398,6 +398,10 @@ def _history(visit: Visit, place: int) -> list[Message]:
         talk = [{"role": str(one["role"]), "content": str(one["content"])} for one in found]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise InputError("the conversation of the form cannot be read; begin a new one") from error
-    if len(text) > _LONGEST_CHAT or any(one["role"] not in ("user", "assistant") for one in talk):
-        raise InputError(f"a conversation has at most {_LONGEST_CHAT} characters, got {len(text)}; begin a new one")
+    if odd := next((one["role"] for one in talk if one["role"] not in ("user", "assistant")), None):
+        raise InputError(f"a message's role must be user or assistant, got {odd[:40]!r}; begin a new conversation")
+    if len(text) > _LONGEST_CHAT:
+        raise InputError(
+            f"a conversation has at most {_LONGEST_CHAT} characters as JSON, got {len(text)}; begin a new one"
+        )
     return talk

@@ -1,0 +1,32 @@
+"""What `posttrain chat` prints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from posttrain.cli.chat import Talk, _show
+
+
+class Silent:
+    """A model that ends its answer at once, or after one word."""
+
+    name, digest, finish_reason, tokens = "prod", "sha256:0", "stop", 1
+
+    def __init__(self, *pieces: str) -> None:
+        self._pieces = pieces
+
+    def answer(self, messages: Any, **sampling: Any) -> Iterator[str]:
+        yield from self._pieces
+
+
+@pytest.mark.parametrize("pieces", [(), ("",)])
+def test_an_empty_answer_is_named(capsys: pytest.CaptureFixture[str], pieces: tuple[str, ...]) -> None:
+    _show([Talk(Silent(*pieces), None, {})], "hi")  # type: ignore[arg-type]
+    assert capsys.readouterr().out == "(empty answer)\n"
+    _show([Talk(Silent("yes"), None, {}), Talk(Silent(*pieces), None, {})], "hi")  # type: ignore[arg-type]
+    told = capsys.readouterr().out
+    assert "yes" in told
+    assert told.count("(empty answer)") == 1
