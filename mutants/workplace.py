@@ -54,6 +54,7 @@ class Workplace:
         self._tree = self._folder / "tree"
         self._zygote: subprocess.Popen[str] | None = None
         self._fresh = True
+        self._mark = ""  # of the trial that runs
         self._moment = 1_000_000_000  # modification time of the last changed source, by which bytecode is recompiled
 
     def __enter__(self) -> Workplace:
@@ -75,6 +76,8 @@ class Workplace:
         if self._zygote is not None:
             self._zygote.kill()
             self._zygote.wait()
+        if self._mark:
+            _end_all(self._mark)
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def baseline(self, tests: Sequence[str]) -> str:
@@ -113,6 +116,7 @@ class Workplace:
     def _pytest(self, tests: Sequence[str], limit: float) -> tuple[int | None, str]:
         """Return exit code (None: over the limit) and output. No process that the tests started remains."""
         mark, scratch = uuid.uuid4().hex, self._folder / "scratch"
+        self._mark = mark
         scratch.mkdir()
         said = scratch / "said.txt"
         words = [
@@ -132,6 +136,7 @@ class Workplace:
         order = {"arguments": words, "environment": environment, "said": str(said), "limit": limit}
         code = self._ask(json.dumps(order))
         _end_all(mark)
+        self._mark = ""
         told = said.read_text(errors="replace") if said.exists() else ""
         shutil.rmtree(scratch, ignore_errors=True)
         return code, told

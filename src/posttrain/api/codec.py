@@ -22,6 +22,34 @@ from pydantic.errors import PydanticUndefinedAnnotation
 from posttrain.domain import errors
 from posttrain.domain.errors import InfrastructureError, PosttrainError
 
+MEDIA_TYPE = "application/problem+json"
+TYPE = "urn:posttrain:problem:"  # followed by the name of the error
+SERVER_ERRORS = 500  # this status and above: the fault is the server's, not the request's
+_LOG = "The server's log contains the reason, in the lines with the id of this request."
+UNEXPECTED = "unexpected"  # a bug: the server's log has the details
+_STATUS: Mapping[type[PosttrainError], int] = {
+    errors.NotFoundError: 404,
+    errors.ApiVersionError: 404,
+    errors.InputError: 422,
+    errors.AccessError: 403,
+    errors.ConflictError: 409,
+    errors.GateRejectedError: 409,
+    errors.GateInconclusiveError: 409,
+    errors.BudgetExceededError: 409,
+    errors.StoppedError: 409,
+    errors.JobFailedError: 409,
+    errors.IntegrityError: 500,
+    errors.UploadError: 422,
+    errors.LimitError: 429,
+    errors.SinkError: 424,
+    errors.TrackerError: 424,
+    errors.CapacityError: 503,
+    errors.InfrastructureError: 503,
+    errors.WorkspaceError: 503,
+    errors.DeadlineError: 504,
+    errors.SlowError: 408,
+}
+
 
 class _Names(dict[str, Any]):
     """Names that modules import only for the type checker, each loaded when it is used.
@@ -94,35 +122,6 @@ def _hints(declared: Callable[..., Any], wanted: Callable[[str], bool]) -> dict[
     holder = types.SimpleNamespace(__annotations__=written)
     _NAMES.enter(declared.__module__)
     return get_type_hints(holder, vars(import_module(declared.__module__)), _NAMES)
-
-
-MEDIA_TYPE = "application/problem+json"
-TYPE = "urn:posttrain:problem:"  # followed by the name of the error
-SERVER_ERRORS = 500  # this status and above: the fault is the server's, not the request's
-_LOG = "The server's log contains the reason, in the lines with the id of this request."
-UNEXPECTED = "unexpected"  # a bug: the server's log has the details
-_STATUS: Mapping[type[PosttrainError], int] = {
-    errors.NotFoundError: 404,
-    errors.ApiVersionError: 404,
-    errors.InputError: 422,
-    errors.AccessError: 403,
-    errors.ConflictError: 409,
-    errors.GateRejectedError: 409,
-    errors.GateInconclusiveError: 409,
-    errors.BudgetExceededError: 409,
-    errors.StoppedError: 409,
-    errors.JobFailedError: 409,
-    errors.IntegrityError: 500,
-    errors.UploadError: 422,
-    errors.LimitError: 429,
-    errors.SinkError: 424,
-    errors.TrackerError: 424,
-    errors.CapacityError: 503,
-    errors.InfrastructureError: 503,
-    errors.WorkspaceError: 503,
-    errors.DeadlineError: 504,
-    errors.SlowError: 408,
-}
 
 
 def _classes(above: type[PosttrainError] = PosttrainError) -> Iterator[type[PosttrainError]]:

@@ -34,6 +34,7 @@ token_app = typer.Typer(
 ServerArgument = Annotated[str, typer.Argument(metavar="URL", help="Server, as http://127.0.0.1:8460 or https://HOST.")]
 PrincipalArgument = Annotated[str, typer.Argument(metavar="PRINCIPAL", help="user:NAME or service:NAME.")]
 DaysOption = Annotated[float, typer.Option(help="Days until the token expires; at most 366.")]
+_IMAGE = typer.Argument(metavar="IMAGE", help="REGISTRY/NAME@sha256:…, or REGISTRY/NAME@* for every digest.")
 
 
 def serve(
@@ -149,9 +150,6 @@ def project_ls(output: OutputOption = Output.TEXT) -> None:
     known = {found.project: found.role or "none", **found.projects}
     answer_json(output, lambda: known)
     say(*(f"{name}  {role}" for name, role in sorted(known.items())))
-
-
-_IMAGE = typer.Argument(metavar="IMAGE", help="REGISTRY/NAME@sha256:…, or REGISTRY/NAME@* for every digest.")
 
 
 @project_app.command("images")

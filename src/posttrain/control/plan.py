@@ -34,6 +34,9 @@ from posttrain.execution.ports import Trainer
 from posttrain.store.ledger import Ledger, Stores
 from posttrain.store.trees import stored_sizes
 
+_LONGEST = 55  # maximum characters of a name in an id, which has at most 64 characters
+_RACES = 100  # maximum races that one `--again` may lose to other submissions
+
 
 class Resolve(Protocol):
     """Resolves a written ref to a pinned input."""
@@ -344,10 +347,6 @@ def _place(slot: str) -> str:
     if head.startswith(JUDGES):
         head = f"suites.{head.removeprefix(JUDGES)}.reward"
     return f"{head}.{part}" if part else head
-
-
-_LONGEST = 55  # maximum characters of a name in an id, which has at most 64 characters
-_RACES = 100  # maximum races that one `--again` may lose to other submissions
 
 
 @dataclass(frozen=True, slots=True)

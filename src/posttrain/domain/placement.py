@@ -58,6 +58,11 @@ LEAST_STALL = 10.0  # seconds; a healthy job reports the end of a step or a phas
 
 ROLE_NAME = r"^[a-z][a-z0-9_]{0,39}$"
 RoleName = Annotated[str, Field(pattern=ROLE_NAME)]
+_NAME = r"^[a-z0-9][a-z0-9._-]{0,31}$"  # as a kind in a placement; the ledger's column has 32 characters
+# a name in the cluster's terms; Slurm's constraints have &|()
+_WORD = r"^[A-Za-z0-9][A-Za-z0-9_.:@/+&|*()\[\]-]{0,199}$"
+Word = Annotated[str, Field(pattern=_WORD)]
+MOST_NODES = 4096
 
 
 class Resources(Frozen):
@@ -289,14 +294,6 @@ def parse_duration(value: Any) -> Any:
 StallAfter = Annotated[float, Field(ge=LEAST_STALL, le=LONGEST), BeforeValidator(parse_duration)]
 
 
-_NAME = r"^[a-z0-9][a-z0-9._-]{0,31}$"  # as a kind in a placement; the ledger's column has 32 characters
-_WORD = (
-    r"^[A-Za-z0-9][A-Za-z0-9_.:@/+&|*()\[\]-]{0,199}$"  # a name in the cluster's terms; Slurm's constraints have &|()
-)
-Word = Annotated[str, Field(pattern=_WORD)]
-MOST_NODES = 4096
-
-
 def _as_words(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
@@ -319,9 +316,8 @@ class ExecutorSettings(_Given):
     """One executor: its kind, and how to reach it."""
 
     kind: Annotated[str, Field(pattern=_NAME)]  # slurm, ray
-    command: Words | None = (
-        None  # of slurm: words before a shell command, [ssh, login-node]; None: this machine's shell
-    )
+    # of slurm: words before a shell command, [ssh, login-node]; None: this machine's shell
+    command: Words | None = None
     address: Annotated[str, Field(pattern=r"^https?://[^\s@?#]+$", max_length=400)] | None = None  # of ray
     python: Words = ("python3",)  # runs Python with Posttrain on a node
     container: Words | None = None  # of slurm: words before an image's reference, [apptainer, exec, --nv]

@@ -28,8 +28,9 @@ from posttrain.domain.plugins import EXECUTORS, TRAINERS, Plugin, find_plugin, p
 from posttrain.execution.ports import Executor, Trainer
 from posttrain.store.attempts import AttemptFolder
 
-_VERBS = ("submit", "observe", "kill", "list", "logs", "capacity")
+_EXECUTOR_METHODS = ("submit", "observe", "kill", "list", "logs", "capacity")
 _FLAGS = ("attests", "idempotent")
+_TRAINER_METHODS = ("code_digest", "check", "devices", "compile", "collect")
 
 
 class InstalledExecutor:
@@ -163,12 +164,11 @@ def _make(plugin: Plugin, runs: Path) -> Executor:
         raise InputError(f"{plugin}: must name a class or a function that creates an executor, got {make!r:.80}")
     with plugin.calling("making it"):
         made: Executor = make(runs)
-        lacks = [verb for verb in _VERBS if not callable(getattr(made, verb, None))]
+        lacks = [verb for verb in _EXECUTOR_METHODS if not callable(getattr(made, verb, None))]
         lacks += [flag for flag in _FLAGS if not isinstance(getattr(made, flag, None), bool)]
     if lacks:
-        raise InputError(
-            f"{plugin}: an executor must have {', '.join((*_VERBS, *_FLAGS))}, this executor lacks {', '.join(lacks)}"
-        )
+        needed = ", ".join((*_EXECUTOR_METHODS, *_FLAGS))
+        raise InputError(f"{plugin}: an executor must have {needed}, this executor lacks {', '.join(lacks)}")
     if (called := getattr(made, "name", None)) != plugin.name:
         raise InputError(f"{plugin}: its executor must be named like the entry point, got {called!r}")
     return made
@@ -176,9 +176,6 @@ def _make(plugin: Plugin, runs: Path) -> Executor:
 
 def _line(error: Exception) -> str:
     return " ".join(str(error).split())[:300]
-
-
-_CALLS = ("code_digest", "check", "devices", "compile", "collect")
 
 
 class InstalledTrainer:
@@ -200,8 +197,10 @@ class InstalledTrainer:
             raise InputError(f"{plugin}: must name a class or a function that creates a trainer, got {make!r:.80}")
         with plugin.calling("making it"):
             self._trainer: Trainer = make()
-        if lacks := [verb for verb in _CALLS if not callable(getattr(self._trainer, verb, None))]:
-            raise InputError(f"{plugin}: a trainer must have {', '.join(_CALLS)}, this one lacks {', '.join(lacks)}")
+        if lacks := [verb for verb in _TRAINER_METHODS if not callable(getattr(self._trainer, verb, None))]:
+            raise InputError(
+                f"{plugin}: a trainer must have {', '.join(_TRAINER_METHODS)}, this one lacks {', '.join(lacks)}"
+            )
         if (called := getattr(self._trainer, "name", None)) != plugin.name:
             raise InputError(f"{plugin}: its trainer must be named like the entry point, got {called!r}")
 

@@ -35,6 +35,11 @@ PIECE = "2"  # marks a report of progress; 0 and 1 mark a problem and a result
 _LENGTH = 8  # bytes of the length that precedes the environment
 # prefixes of variables that the interpreter and libc read before the environment can be sent
 _READ_AT_START = ("PYTHON", "LD_", "MALLOC_", "GLIBC_")
+_START = "from posttrain.server.workers import begin; begin({}, {})"
+REQUEST_SECONDS = 900.0  # limit for a request while its connection waits
+OPERATION_SECONDS = 21600.0  # limit for an operation
+IDLE_SECONDS = 300.0  # seconds without a request after which a worker ends
+_LOOK = 0.5  # seconds between two checks whether a waiting request was ended
 
 
 def start(
@@ -95,15 +100,6 @@ def begin(inherited: int, descriptor: int) -> None:
     os.environ.update(json.loads(said))
     sys.argv = sys.argv[1:]
     runpy.run_module(sys.argv[0], run_name="__main__")
-
-
-_START = "from posttrain.server.workers import begin; begin({}, {})"
-
-
-REQUEST_SECONDS = 900.0  # limit for a request while its connection waits
-OPERATION_SECONDS = 21600.0  # limit for an operation
-IDLE_SECONDS = 300.0  # seconds without a request after which a worker ends
-_LOOK = 0.5  # seconds between two checks whether a waiting request was ended
 
 
 class Asking:

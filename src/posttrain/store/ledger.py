@@ -67,6 +67,14 @@ P = ParamSpec("P")
 R = TypeVar("R")
 _DIGITS = 32  # hexadecimal digits of a transaction's id
 _WRITTEN: ContextVar[list[Any] | None] = ContextVar("posttrain_written", default=None)
+_HEAD = select(tree_head.c.size).scalar_subquery()
+_STATE = case((sinks.c.paused != "", PAUSED), (cursors.c.failures > 0, FAILING), else_=DELIVERING)
+_FAILS = case((sinks.c.paused == "", cursors.c.failures), else_=0)
+_SINKS = (
+    select(sinks.c.kind, _STATE.label("state"), func.count(), func.max(_HEAD - cursors.c.sequence), func.max(_FAILS))
+    .outerjoin(cursors, (cursors.c.project == sinks.c.project) & (cursors.c.sink == sinks.c.name))
+    .group_by(sinks.c.kind, _STATE)
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,22 +293,6 @@ def _log() -> list[ColumnElement[float]]:
         _counted(select(unsealed.c.event), "unsealed"),
         first.scalar_subquery().label("unsealed_since"),
     ]
-
-
-_HEAD = select(tree_head.c.size).scalar_subquery()
-
-
-_STATE = case((sinks.c.paused != "", PAUSED), (cursors.c.failures > 0, FAILING), else_=DELIVERING)
-
-
-_FAILS = case((sinks.c.paused == "", cursors.c.failures), else_=0)
-
-
-_SINKS = (
-    select(sinks.c.kind, _STATE.label("state"), func.count(), func.max(_HEAD - cursors.c.sequence), func.max(_FAILS))
-    .outerjoin(cursors, (cursors.c.project == sinks.c.project) & (cursors.c.sink == sinks.c.name))
-    .group_by(sinks.c.kind, _STATE)
-)
 
 
 def numbered(request: str, number: int) -> str:

@@ -52,6 +52,27 @@ FOLDER = "drivers"
 _RUNS = "runs"
 _SUFFIX = ".json"
 _LOCK_SECONDS = 60.0  # maximum wait for other processes, which only change a small file
+MOST_BYTES = 256 * 1024  # at this size the log is renamed to `KEY.1.log`, replacing the previous file of that name
+_SOURCES = Path(__file__).parents[1]
+_TERMINAL_NAMES = frozenset(  # variables that differ between terminals and do not affect jobs
+    (
+        *("_", "PWD", "OLDPWD", "SHLVL", "TERM", "TERMCAP", "COLORTERM", "COLUMNS", "LINES", "WINDOWID", "DISPLAY"),
+        *("WAYLAND_DISPLAY", "XAUTHORITY", "GPG_TTY", "STY", "WINDOW", "TMUX", "TMUX_PANE", "LS_COLORS", "PS1", "PS2"),
+        *("PROMPT", "PROMPT_COMMAND", "NO_COLOR", "FORCE_COLOR", "CLICOLOR", "VTE_VERSION", "INVOCATION_ID"),
+        *("JOURNAL_STREAM", "DBUS_SESSION_BUS_ADDRESS", "SYSTEMD_EXEC_PID"),
+    )
+)
+_TERMINAL_PREFIXES = (
+    *("TERM_", "SSH_", "XDG_SE", "XDG_VTNR", "KITTY_", "ITERM_", "WEZTERM_", "KONSOLE_", "WT_", "VSCODE_", "HIST"),
+)
+LOCK_VARIABLE = "POSTTRAIN_DRIVER_LOCK"  # the descriptor through which a new driver holds its lock from its start
+TAKEN_SECONDS = 60.0  # maximum wait for a driver; allows for a cold start of Python on a busy machine
+_POLL = 0.02
+_MODULE = "posttrain.app.background"
+_started: list[subprocess.Popen[bytes]] = []  # drivers that this process started, to reap ended ones
+_USER_INFO = re.compile(r"(://)[^\s@]+@")
+_SHORTEST = 6  # minimum characters of a hidden value, because shorter values occur by chance
+_HIDDEN = "…"
 
 
 class DriverKind(StrEnum):
@@ -264,12 +285,6 @@ def _named(kind: DriverKind, owner: str, log: str) -> RunDriver:
     return RunDriver(kind, int(pid) if pid.isdigit() else None, host, log)
 
 
-MOST_BYTES = 256 * 1024  # at this size the log is renamed to `KEY.1.log`, replacing the previous file of that name
-_USER_INFO = re.compile(r"(://)[^\s@]+@")
-_SHORTEST = 6  # minimum characters of a hidden value, because shorter values occur by chance
-_HIDDEN = "…"
-
-
 class Veil:
     """Removes the values of variables that are named like secrets, and credentials in URLs, from text."""
 
@@ -342,25 +357,6 @@ def last_line(path: Path, start: int) -> str:
     return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
 
-_SOURCES = Path(__file__).parents[1]
-_OF_A_TERMINAL = frozenset(  # variables that differ between terminals and do not affect jobs
-    (
-        *("_", "PWD", "OLDPWD", "SHLVL", "TERM", "TERMCAP", "COLORTERM", "COLUMNS", "LINES", "WINDOWID", "DISPLAY"),
-        *("WAYLAND_DISPLAY", "XAUTHORITY", "GPG_TTY", "STY", "WINDOW", "TMUX", "TMUX_PANE", "LS_COLORS", "PS1", "PS2"),
-        *("PROMPT", "PROMPT_COMMAND", "NO_COLOR", "FORCE_COLOR", "CLICOLOR", "VTE_VERSION", "INVOCATION_ID"),
-        *("JOURNAL_STREAM", "DBUS_SESSION_BUS_ADDRESS", "SYSTEMD_EXEC_PID"),
-    )
-)
-_OF_TERMINALS = (
-    *("TERM_", "SSH_", "XDG_SE", "XDG_VTNR", "KITTY_", "ITERM_", "WEZTERM_", "KONSOLE_", "WT_", "VSCODE_", "HIST"),
-)
-LOCK_VARIABLE = "POSTTRAIN_DRIVER_LOCK"  # the descriptor through which a new driver holds its lock from its start
-TAKEN_SECONDS = 60.0  # maximum wait for a driver; allows for a cold start of Python on a busy machine
-_POLL = 0.02
-_MODULE = "posttrain.app.background"
-_started: list[subprocess.Popen[bytes]] = []  # drivers that this process started, to reap ended ones
-
-
 def driver_environment() -> dict[str, str]:
     """Return this process's variables, with relative paths made absolute."""
     kept = {name: value for name, value in os.environ.items() if name != STORE_VARIABLE}  # in workspace.json
@@ -376,7 +372,7 @@ def environment_key(root: Path) -> str:
     told = [
         f"{name}={value}"
         for name, value in sorted(driver_environment().items())
-        if name not in (VARIABLE, *_OF_A_TERMINAL) and not name.startswith(_OF_TERMINALS)
+        if name not in (VARIABLE, *_TERMINAL_NAMES) and not name.startswith(_TERMINAL_PREFIXES)
     ]
     told += [str(root), socket.gethostname(), sys.executable, sys.prefix, str(_SOURCES), __version__, _sources()]
     return hashlib.sha256("\0".join(told).encode("utf-8", errors="surrogateescape")).hexdigest()[:8]

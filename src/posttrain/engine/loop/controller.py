@@ -68,6 +68,9 @@ from posttrain.engine.weights.stream import PolicyVersion
 
 CONTROLLER_METRICS = ("tokens_per_second", "memory/peak_resident_mib", "memory/peak_allocated_mib")
 R = TypeVar("R")
+PoolOf = Callable[[str], ResourcePool]  # role → the pool that runs it
+Source = ModelSource | ScalarSource | Model
+FrozenSource = Source | RemoteSource
 
 
 class UnmeasuredError(JobFailedError):
@@ -470,11 +473,6 @@ class FromRows(Generic[R]):
     def probe_max_tokens(self, step: int) -> int:
         """Return 0: reading without sampling or training uses no budget (`jobs.Progress`)."""
         return self._probe.max_tokens(step)
-
-
-PoolOf = Callable[[str], ResourcePool]  # role → the pool that runs it
-Source = ModelSource | ScalarSource | Model
-FrozenSource = Source | RemoteSource
 
 
 def open_learner(config: RowsConfig, model: Source, seed: int, pool_of: PoolOf) -> Roles:

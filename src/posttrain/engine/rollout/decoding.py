@@ -42,9 +42,11 @@ from posttrain.engine.samples import Floats, Ints
 
 _SLACK = 16  # characters in addition to the longest string: more than a new token can change at the end of a text
 _WINDOWS = 4  # a window is shortened at this multiple of the needed text length
-_NONE = "\ufffd"  # decoded from bytes that are not a character
+_REPLACEMENT = "\ufffd"  # decoded from bytes that are not a character
 _TOKENS = 16  # a window is always shortened at this multiple of the needed length, in tokens
 _RANDOM_BLOCK = 64  # tokens whose random numbers are computed together
+_TOGETHER = 8192  # tokens of texts computed together
+_LOGITS = 2**26  # logits in memory at a time
 
 
 class Tail(Protocol):
@@ -114,7 +116,7 @@ class _Window:
         This requires that all characters of the end are complete, because incomplete bytes decode alike in any window.
         """
         half, needed = len(self._tokens) // 2, self._needed
-        for begin in range(half, half + 4) if _NONE not in text[-needed:] else ():
+        for begin in range(half, half + 4) if _REPLACEMENT not in text[-needed:] else ():
             rest = self._said(self._tokens[begin:])
             if len(rest) >= needed and rest[-needed:] == text[-needed:]:
                 self._tokens, self._skipped = self._tokens[begin:], len(rest) - needed
@@ -326,10 +328,6 @@ class _Ends:
                 self.stopped[row] |= stopped
             found = found | torch.tensor(by_string, device=found.device)
         return found
-
-
-_TOGETHER = 8192  # tokens of texts computed together
-_LOGITS = 2**26  # logits in memory at a time
 
 
 @torch.inference_mode()

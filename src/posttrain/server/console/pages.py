@@ -39,8 +39,10 @@ COMPARED = 6  # maximum number of runs side by side; more do not fit in a window
 PAGE = 50  # runs, or moves of a channel, per page
 _QUEUE = 200  # maximum number of unfinished runs
 _TABLE, _METRICS = 200, 6  # maximum numbers of runs and of metric columns in the table
-_COMPARE = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt, "=": operator.eq}
+_OPERATORS = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt, "=": operator.eq}
 _CONDITION = re.compile(r"([^<>=\s]+)(>=|<=|>|<|=)([-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)", re.IGNORECASE)
+_LINES = "application/x-ndjson"
+_LONGEST_CHAT = 48 << 10  # characters of a conversation
 
 
 def run_list(visit: Visit) -> Response:
@@ -115,7 +117,7 @@ def _test(word: str) -> Callable[[RunSummary], bool]:
     if found is None:
         text = word.lower()
         return lambda run: any(text in one.lower() for one in (run.name, run.id, run.owner, run.state, *run.tags))
-    column, compare, limit = found[1], _COMPARE[found[2]], float(found[3])
+    column, compare, limit = found[1], _OPERATORS[found[2]], float(found[3])
 
     def holds(run: RunSummary) -> bool:
         value = _value(run, column)
@@ -295,10 +297,6 @@ def _number(word: str) -> int | None:
 
 def _quoted(name: str) -> str:
     return quote(name, safe="")
-
-
-_LINES = "application/x-ndjson"
-_LONGEST_CHAT = 48 << 10  # characters of a conversation
 
 
 def chat(visit: Visit) -> Response:
