@@ -45,6 +45,17 @@ def test_access_lives_with_its_attempt(ledger: Ledger) -> None:
     assert other.known(SECRETS["first"]) is None
 
 
+def test_a_bootstrap_token_opens_nothing_and_a_jobs_token_redeems_nothing(ledger: Ledger) -> None:
+    grants = Grants(ledger.database, ledger.clock)
+    grants.add(FIRST, SECRETS["first"])
+    grants.add(FIRST, SECRETS["far"], bootstrap=True)
+    assert grants.known(SECRETS["far"]) is None
+    assert not grants.redeem(SECRETS["first"], SECRETS["second"])
+    assert grants.known(SECRETS["second"]) is None
+    assert grants.redeem(SECRETS["far"], SECRETS["second"])
+    assert grants.known(SECRETS["second"]) is not None
+
+
 def test_access_of_an_attempt_that_another_followed_is_over(ledger: Ledger) -> None:
     grants = Grants(ledger.database, ledger.clock)
     second = replace(FIRST, number=2, name="r-1-sft-2", folder="runs/r-1/sft/002")
