@@ -187,7 +187,7 @@ def test_a_day_in_python_needs_nothing_but_the_protocol(far: World, monkeypatch:
     assert (prod.policy, prod.policies, prod.record.frozen) == (None, [], "")
     assert prod.lineage() == client.lineage("prod")
     assert prod.verify().problems == ()
-    with pytest.raises(posttrain.PosttrainError, match="no other release that is not quarantined"):
+    with pytest.raises(posttrain.PosttrainError, match="prod has released no other model"):
         prod.rollback()
 
 

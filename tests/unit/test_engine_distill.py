@@ -16,7 +16,7 @@ from sampled_batches import sampled
 from test_engine_recipes import PROMPTS, TINY, TOKENIZER, inline, quiet
 from torch import Tensor
 
-from posttrain.domain import placement as specs
+from posttrain.domain import roles as specs
 from posttrain.domain.errors import InputError
 from posttrain.domain.jobs import Fact, Sample, Span
 from posttrain.engine.algorithms.objectives import DIVERGENCES, DistillationObjective, Totals, divergence, with_tail
