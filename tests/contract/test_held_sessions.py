@@ -201,6 +201,7 @@ def test_sessions_in_files_are_the_oldest_and_have_the_same_bits(dtype: torch.dt
     assert held.spill(0) == 0
     assert held.spill(each + 1) == 2
     assert held.used == each
+    assert [name for name in "abc" if held._held[name].inside] == ["c"]
     for name in "abc":
         assert held.continued(name, np.arange(7, dtype=np.int32)) == 5
         assert all(map(torch.equal, held.past(name, 4), [pair[:4] for pair in pairs[name]]))

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cli_world import GOOD_REWARD, RUN, World, make_world
@@ -18,8 +19,9 @@ from cli_world import GOOD_REWARD, RUN, World, make_world
 from posttrain.app import workspace as rooms
 from posttrain.domain.canonical import digest_bytes
 from posttrain.domain.errors import ConflictError
+from posttrain.store import garbage
 from posttrain.store.audit import verify_rows
-from posttrain.store.blobs import open_blobs
+from posttrain.store.blobs import StoredBlob, open_blobs
 from posttrain.store.database import Database, SystemClock
 from posttrain.store.ledger import Ledger
 from posttrain.store.operations import Parts, PartStore, PendingUploads
@@ -277,6 +279,22 @@ def test_nothing_is_lost_that_somebody_records_at_the_same_time(world: World) ->
     for digest in made:
         verify_tree(blobs, digest)
     everything_holds(world)
+
+
+def test_what_is_recorded_after_the_marks_is_kept(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The version is registered, with bytes that the store had already, when the sweep is about to delete them."""
+    source = world.write("late.py", GOOD_REWARD + "# late\n")
+    digest = open_blobs(world.root / ".posttrain" / "blobs").put(Path(source).read_bytes())
+    batches = garbage._batches
+
+    def late(old: list[StoredBlob]) -> Any:
+        assert digest in {one.digest for one in old}
+        world.ok("asset", "add", "reward:late", source)
+        return batches(old)
+
+    monkeypatch.setattr(garbage, "_batches", late)
+    world.json(*NOW)
+    assert digest in stored(world)
 
 
 @pytest.mark.slow

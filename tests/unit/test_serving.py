@@ -295,7 +295,8 @@ def test_a_request_keeps_the_model_with_which_it_began(models: Any, tmp_path: Pa
             async with made.lease() as second:
                 assert (first.release.name, second.release.name) == ("prod@1", "prod@2")
                 third = asyncio.create_task(made.use(release(3, tmp_path)))
-                await asyncio.sleep(0)
+                for _ in range(100):
+                    await asyncio.sleep(0.001)
                 assert not third.done(), "it waits, so that two models are in memory"
                 assert (first.engine.running, FakeProcess.alive) == (True, 2)
         await third
@@ -312,13 +313,16 @@ def test_a_rollback_takes_back_a_model_that_still_answers(models: Any, tmp_path:
         made, _ = models()
         await made.use(release(1, tmp_path))
         async with made.lease() as first:
+            engine = first.engine
             await made.use(release(2, tmp_path))
+            for _ in range(100):  # the end of the former model begins, and waits for its request
+                await asyncio.sleep(0)
             await made.use(release(1, tmp_path))
             async with made.lease() as now:
                 assert now is first
         await until(lambda: len(made.loaded) == 1)
         assert [one.release.name for one in made.loaded] == ["prod@1"]
-        assert first.engine.running
+        assert (first.engine is engine, engine.running, made.restarts) == (True, True, 0)
         await made.close()
 
     played(play)

@@ -56,6 +56,19 @@ def test_every_field_of_a_record_has_its_column(table: Any, record: Any) -> None
     assert columns == {field.name for field in dataclasses.fields(record)}
 
 
+def test_a_write_transaction_has_the_lock_from_its_beginning(tmp_path: Path) -> None:
+    """A transaction that reads first and takes the lock later would fail if another one wrote in between."""
+    database = Database(tmp_path / "ledger.db")
+    other = sqlite3.connect(tmp_path / "ledger.db", timeout=0, isolation_level=None)
+    with database.read():
+        other.execute("BEGIN IMMEDIATE")
+        other.execute("ROLLBACK")
+    with database.write(), pytest.raises(sqlite3.OperationalError, match="locked"):
+        other.execute("BEGIN IMMEDIATE")
+    other.close()
+    database.close()
+
+
 @pytest.mark.usefixtures("durable")
 def test_a_committed_transaction_is_durable_and_readers_do_not_wait(tmp_path: Path) -> None:
     database = Database(tmp_path / "l.db")
