@@ -38,7 +38,7 @@ PRELOAD = "posttrain.jobs.preload"
 ROWS = 4000
 TARGET = 2.0  # maximum processor seconds of a forked job until its first step begins
 PATIENCE = 600.0
-MODULES = {"sft": "posttrain.jobs.stage", "grpo": "posttrain.jobs.stage", "evaluate": "posttrain.jobs.stage"}
+STAGES = ("sft", "grpo", "evaluate")
 BARE = "import torch; from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM"
 SAID = re.compile(r"^start: ([\d.]+) s of processor time, ([\d.]+) s of it before", re.MULTILINE)  # in a job's log
 RUN = """
@@ -91,7 +91,7 @@ def main() -> None:
         print(f"encode_examples of {ROWS} chat rows: {encoding(options.rounds):.2f} s of processor time")
         return
     with tempfile.TemporaryDirectory() as folder:
-        orders = prepare(Path(folder), ("sft",) if options.tiny else tuple(MODULES))
+        orders = prepare(Path(folder), STAGES[:1] if options.tiny else STAGES)
         rows = measure(Path(folder), orders, 1 if options.tiny else options.rounds)
     print(f"{'':24s} {'wall time':>29s} {'processor time':>29s}")
     walls, cpus = (
@@ -162,7 +162,7 @@ def measure(folder: Path, orders: dict[str, bytes], rounds: int) -> list[Row]:
         attempt = folder / f"again-{next(count)}"
         attempt.mkdir()
         (attempt / "job.json").write_bytes(orders[stage])
-        spec = JobSpec(attempt.name, attempt.absolute().as_uri(), MODULES[stage])
+        spec = JobSpec(attempt.name, attempt.absolute().as_uri(), "posttrain.jobs.stage")
         began = time.time()
         executor.submit(spec)
         wait_until(lambda: executor.observe([spec])[0].state is JobState.EXITED)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from posttrain.cli.chat import Talk, _show
+from posttrain.cli.chat import Talk, _show, _side_by_side
 
 
 class Silent:
@@ -30,3 +30,5 @@ def test_an_empty_answer_is_named(capsys: pytest.CaptureFixture[str], pieces: tu
     told = capsys.readouterr().out
     assert "yes" in told
     assert told.count("(empty answer)") == 1
+    _side_by_side([Talk(Silent("yes"), None, {}), Talk(Silent(*pieces), None, {})], "hi")  # type: ignore[arg-type]
+    assert capsys.readouterr().out.count("(empty answer)") == 1

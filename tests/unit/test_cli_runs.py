@@ -425,7 +425,7 @@ def test_python_takes_settings_by_path_or_in_pairs(world: World) -> None:
     found = [plan(run_file, workspace, setting=one).manifest for one in ({"sft.steps": 7}, (("sft.steps", 7),))]
     assert found[0] == found[1]
     assert found[0].stage("sft").params["steps"] == 7
-    for wrong in ("sft.steps=7", ["sft.steps"], [("sft.steps", 7, 8)]):
+    for wrong in ("sft.steps=7", ["sft.steps"], [("sft.steps", 7, 8)], 5, [5]):
         with pytest.raises(InputError, match=r'setting must map paths to values, such as {"grpo.steps": 100}, got '):
             plan(run_file, workspace, setting=wrong)  # type: ignore[arg-type]
     workspace.close()

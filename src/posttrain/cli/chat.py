@@ -198,6 +198,7 @@ def _side_by_side(talks: Sequence[Talk], message: str) -> None:
             thread.start()
         for thread in threads:
             thread.join()
+        said = [one or _EMPTY for one in said] if not errors else said
         live.refresh()
     if errors:
         raise errors[0]

@@ -107,17 +107,17 @@ def rollback_target(
         to: digest of a model that was live before; None: the model of the newest release that is not quarantined.
 
     Raises:
-        NotFoundError: every other release is quarantined, or `to` was never live.
+        NotFoundError: there is no other model, every other release is quarantined, or `to` was never live.
         InputError: `to` is live already.
     """
     channel, served = live.channel, moves(history)
     if to is None:
-        barred = {live.model_digest, *quarantined}
-        found = next((entry.model_digest for entry in reversed(served) if entry.model_digest not in barred), None)
-        if found is None and not quarantined:
+        others = [entry.model_digest for entry in reversed(served) if entry.model_digest != live.model_digest]
+        if not others:
             raise NotFoundError(
                 f"rollback: channel {channel} has released no other model; it stays at {live.model_digest}"
             )
+        found = next((digest for digest in others if digest not in quarantined), None)
         if found is None:
             raise NotFoundError(
                 f"rollback: channel {channel} has no other release that is not quarantined; posttrain rollback "

@@ -69,7 +69,7 @@ def digest_bytes(data: bytes) -> str:
 
 def digest_files(files: Mapping[str, Path]) -> dict[str, str]:
     """Return name → digest of the bytes of each file."""
-    return {name: DIGEST_PREFIX + hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items()}
+    return {name: digest_bytes(path.read_bytes()) for name, path in files.items()}
 
 
 def digest_chunks(chunks: Iterable[bytes]) -> str:

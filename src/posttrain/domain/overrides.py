@@ -36,8 +36,8 @@ def setting_of(given: Mapping[str, Any] | Sequence[tuple[str, Any]]) -> Setting:
     Raises:
         InputError: it is neither.
     """
-    pairs = tuple(given.items()) if isinstance(given, Mapping) else given
-    if isinstance(pairs, str) or any(isinstance(one, str) or len(one) != 2 for one in pairs):
+    pairs = list(given.items()) if isinstance(given, Mapping) else given
+    if not isinstance(pairs, list | tuple) or not all(isinstance(one, list | tuple) and len(one) == 2 for one in pairs):
         raise InputError(f'setting must map paths to values, such as {{"grpo.steps": 100}}, got {given!r:.80}')
     return tuple((str(path), value) for path, value in pairs)
 

@@ -70,6 +70,7 @@
     }
     const both = [{ role: "user", content: message }, { role: "assistant", content: shown.textContent }];
     history.value = JSON.stringify([...JSON.parse(history.value), ...both]);
+    if (!shown.textContent) shown.textContent = "(empty answer)";
   };
   if (chat) chat.elements.message.addEventListener("keydown", (event) => {
     if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
