@@ -38,8 +38,7 @@ def main() -> int:
     chosen = sample(everything, words.sample, words.seed) if words.sample else everything
     if words.words:
         chosen = [mutant for mutant in chosen if any(word.lower() in str(mutant).lower() for word in words.words)]
-    part, _, parts = words.part.partition("/")
-    chosen = chosen[int(part) - 1 :: int(parts)]
+    chosen = chosen[words.part]
     alive = [mutant for mutant in chosen if not mutant.equivalent]
     if not alive:
         print(f"error: no mutant's area, file or name holds {' or '.join(words.words) or 'anything'}", file=sys.stderr)
@@ -58,12 +57,24 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("words", nargs="*", help="only mutants whose area, file or name holds one of these")
     parser.add_argument("--sample", type=int, default=0, help="so many of them, by --seed")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--part", default="1/1", help="K/N: every N-th mutant, beginning with the K-th")
+    parser.add_argument("--part", type=part, default="1/1", help="K/N: every N-th mutant, beginning with the K-th")
     parser.add_argument("--jobs", type=int, default=2, help="mutants tried at a time")
     parser.add_argument("--limit", type=float, default=600.0, help="seconds a mutant's tests may take")
     parser.add_argument("--lists", type=Path, default=LISTS, help="folder of the lists")
     parser.add_argument("--check", action="store_true", help="only whether the list fits the sources")
     return parser.parse_args()
+
+
+def part(text: str) -> slice:
+    """Return the places of the mutants of a part K/N.
+
+    Raises:
+        ValueError: the text is not K/N, or K is not in 1..N.
+    """
+    number, parts = (int(word) for word in text.split("/"))
+    if not 1 <= number <= parts:
+        raise ValueError(text)
+    return slice(number - 1, None, parts)
 
 
 def run(mutants: Sequence[Mutant], jobs: int, limit: float) -> list[Trial]:
