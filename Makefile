@@ -95,7 +95,7 @@ everything: $(VENV)/.bench ## every lane of CI one after another, and the minute
 
 # What a test needs that is not on every machine has a lane of its own.
 ELSEWHERE := not gpu and not ray and not ecosystem and not evals and not vllm and not browser and not postgres and not containers and not slurm
-SLOW = $(BIN)/python -m pytest -n 4 --dist worksteal --timeout 3000 --durations 12
+SLOW = $(BIN)/python -m pytest -n 4 --dist worksteal --timeout $(if $(CASES),3000,1200) --durations 12
 
 fast: $(VENV)/.dev ## unit and contract tests; CPU=50 shows the 50 that take most CPU seconds
 	$(BIN)/python -m pytest -m "not slow and $(ELSEWHERE)" -n 3 --dist worksteal --durations 12 $(if $(CPU),--cpu $(CPU))

@@ -294,8 +294,9 @@ def make(lane: Lane, aloud: bool, *options: str) -> tuple[bool, list[str]]:
 
 def first_failures(output: Iterable[str]) -> list[str]:
     """The first lines of a log that say what failed: the end of a long log is what is kept of it."""
-    telling = (line[:240].rstrip() for line in output if re.match(r"(FAILED|ERROR) |make: \*\*\* |E  ", line))
-    return list(dict.fromkeys(telling))[:20]
+    where = r"(FAILED|ERROR) |make: \*\*\* |E  |(tests|src)/\S+\.py:\d+: |~+ Stack of "
+    telling = (line[:240].rstrip() for line in output if re.match(where, line))
+    return list(dict.fromkeys(telling))[:40]
 
 
 def demo_digests(output: Iterable[str]) -> dict[str, str]:

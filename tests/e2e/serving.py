@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 from tiny_run import RUN
-from workbench import Workbench
+from workbench import PATIENCE, Workbench
 
 
 def free_port() -> int:
@@ -32,8 +32,8 @@ class Served:
         with (self.host.folder / "serve.log").open("a") as log:
             self.process = subprocess.Popen(
                 [self.host.python, "-P", "-m", "posttrain", "serve", "--port", str(self.port)],
-                cwd=self.host.folder, env=self.host.variables(), stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                text=True, start_new_session=True,
+                cwd=self.host.folder, env=self.host.variables({"PYTHONFAULTHANDLER": "1"}), stdin=subprocess.DEVNULL,
+                stdout=log, stderr=log, text=True, start_new_session=True,
             )  # fmt: skip
         self.host.started.append(self.process)
         self.host.wait("a server that answers", self.answers)
@@ -53,12 +53,18 @@ class Served:
     def kill(self) -> None:
         """Kill the server alone, as a machine that runs out of memory does."""
         self.process.kill()
-        self.process.wait()
+        self.process.wait(PATIENCE)
 
     def end(self) -> None:
-        """As an administrator does."""
+        """As an administrator does. A server that does not end is made to print where each of its threads is."""
         self.process.send_signal(signal.SIGTERM)
-        self.process.wait()
+        try:
+            self.process.wait(PATIENCE)
+        except subprocess.TimeoutExpired:
+            self.process.send_signal(signal.SIGABRT)
+            self.process.wait(PATIENCE)
+            log = (self.host.folder / "serve.log").read_text()
+            raise AssertionError(f"a server did not end in {PATIENCE:g} s: {log[-20_000:]}") from None
 
     def driver(self) -> psutil.Process | None:
         """Its child that drives runs."""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from tiny_run import make_template
-from workbench import Reference, Workbench
+from workbench import PATIENCE, Reference, Workbench
 
 from posttrain.domain.jobspec import JobRef
 from posttrain.execution import processes
@@ -103,7 +103,7 @@ def test_a_second_host_finishes_what_the_first_began_from_what_the_node_staged(
 
     job = first.wait("a launched job", launched)
     driver.kill()
-    driver.wait()
+    driver.wait(PATIENCE)
     second = second_host(first, tmp_path / "second")
     del second.environment["POSTTRAIN_CRASHPOINT"]
     second.wait("the death of the job", died.exists)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tiny_run import RUN
-from workbench import Workbench
+from workbench import PATIENCE, Workbench
 
 pytestmark = pytest.mark.slow
 TOKEN = re.compile(r"posttrain_[A-Za-z0-9_-]{43}")
@@ -52,7 +52,7 @@ class Operated:
 
     def end(self) -> int:
         self.process.send_signal(signal.SIGTERM)
-        return self.process.wait()
+        return self.process.wait(PATIENCE)
 
 
 @pytest.fixture
@@ -131,7 +131,7 @@ def test_a_service_shows_no_token_and_its_owner_issues_one(empty: Workbench) -> 
     empty.run("member", "set", who, "admin")
     assert TOKEN.search(empty.run("token", "issue", who).out)
     process.send_signal(signal.SIGTERM)
-    process.wait()
+    process.wait(PATIENCE)
     assert not TOKEN.search((empty.folder / "out").read_text() + (empty.folder / "err").read_text())
 
 

@@ -11,7 +11,7 @@ from own_models import TINY, with_models
 from safetensors.torch import load_file
 from served_model import serving
 from torch import Tensor
-from workbench import Workbench
+from workbench import PATIENCE, Workbench
 
 from posttrain.domain.jobs import Metric, Note
 from posttrain.store.trees import materialise
@@ -116,7 +116,7 @@ def test_a_server_that_is_killed_and_started_again_teaches_on(home: Workbench) -
         found = home.wait_run(started)
         home.wait("a step", lambda: len(agreement(home, found)) > 2)
         other.process.kill()
-        other.process.wait()
+        other.process.wait(PATIENCE)
         home.wait("a request in vain", lambda: "does not answer" in log(home, found))
     with serving(home, "model:teacher", "--name", "big", port=other.url.rpartition(":")[2]):
         done = home.finish(process)
@@ -156,7 +156,7 @@ def test_another_attempt_needs_the_same_teacher(home: Workbench) -> None:
         found = home.wait_run(started)
         home.wait("a step", lambda: len(agreement(home, found)) > 1)
         other.process.kill()
-        other.process.wait()
+        other.process.wait(PATIENCE)
         home.wait("a request in vain", lambda: "does not answer" in log(home, found))
         home.run("stop", found)
         assert "was killed" not in home.finish(process).out

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from served_model import ServedModel, children, serving
-from workbench import Workbench
+from workbench import PATIENCE, Workbench
 
 LOST = pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")  # no client may end early
 pytestmark = [pytest.mark.slow, pytest.mark.deep, LOST]
@@ -119,7 +119,7 @@ def test_a_server_that_is_killed_serves_again_and_patient_clients_lose_nothing(b
         client.start()
     bench.wait("answers", lambda: len(got) > 100)
     served.process.kill()
-    served.process.wait()
+    served.process.wait(PATIENCE)
     died = time.monotonic()
     with serving(bench, "prod", port=port) as again:  # the command of the unit
         back = time.monotonic() - died

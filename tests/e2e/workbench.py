@@ -232,7 +232,8 @@ class Workbench:
         for process in self.started:
             if process.poll() is None:
                 process.kill()
-            process.communicate()
+            with suppress(subprocess.TimeoutExpired):  # a child that outlives it keeps its output open
+                process.communicate(timeout=PATIENCE)
         for left in _processes(self.root):
             with suppress(ProcessLookupError):
                 os.kill(left.pid, 9)
