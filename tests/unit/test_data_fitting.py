@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -415,3 +417,35 @@ def test_a_limit_that_is_not_reached_leaves_nothing_behind() -> None:
             pass
     with time_limit(300.0):
         assert sum(range(10**5)) > 0
+
+
+TRACED = """
+import sys, time
+from posttrain.domain.rendering import TimeLimitError, time_limit
+with time_limit(300.0):
+    pass
+for _ in range(3):
+    try:
+        with time_limit(0.0):
+            while True:
+                pass
+    except TimeLimitError:
+        pass
+    try:
+        with time_limit(0.0):
+            time.sleep(0.3)
+    except TimeLimitError:
+        pass
+def called():
+    return "traced"
+seen = []
+sys.settrace(lambda frame, event, _: seen.append(event))
+called()
+sys.settrace(None)
+print(seen)
+"""
+
+
+def test_a_process_that_had_a_limit_can_be_traced_by_a_debugger() -> None:
+    done = subprocess.run([sys.executable, "-c", TRACED], capture_output=True, text=True, timeout=300, check=False)
+    assert (done.stdout, done.stderr) == ("['call']\n", "")

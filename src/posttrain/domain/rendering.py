@@ -313,6 +313,7 @@ class _Watcher:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._due: dict[int, float] = {}  # thread → moment
+        self._fired = set[int]()  # threads in which an exception was raised
         self._process = 0
 
     def arm(self, seconds: float) -> None:
@@ -322,7 +323,7 @@ class _Watcher:
             RuntimeError: this thread has a deadline already.
         """
         if self._process != os.getpid():
-            self._lock, self._due, self._process = threading.Lock(), {}, os.getpid()
+            self._lock, self._due, self._fired, self._process = threading.Lock(), {}, set(), os.getpid()
             threading.Thread(target=self._watch, name="time-limit", daemon=True).start()
         with self._lock:
             if threading.get_ident() in self._due:
@@ -330,14 +331,23 @@ class _Watcher:
             self._due[threading.get_ident()] = time.monotonic() + seconds
 
     def disarm(self) -> None:
-        """Remove the deadline; afterwards no exception arrives."""
+        """Remove the deadline; afterwards no exception arrives.
+
+        An exception that may be pending is received, not cancelled: in CPython 3.11, a cancelled one leaves a mark that
+        makes the process hang as soon as a debugger or a profiler traces it.
+        """
         thread = threading.get_ident()
         while True:
             try:
                 with self._lock:
                     self._due.pop(thread, None)
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), None)  # cancels a pending exception
-                return
+                    fired = thread in self._fired
+                    self._fired.discard(thread)
+                if not fired:
+                    return
+                _raise_in(thread)  # replaces one that is pending
+                while True:
+                    pass
             except TimeLimitError:
                 continue
 
@@ -348,7 +358,12 @@ class _Watcher:
                 now = time.monotonic()
                 for thread in [thread for thread, moment in self._due.items() if moment <= now]:
                     # raised at every check until the block ends: code that catches everything may swallow one exception
-                    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(TimeLimitError))
+                    self._fired.add(thread)
+                    _raise_in(thread)
+
+
+def _raise_in(thread: int) -> None:
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(TimeLimitError))
 
 
 _WATCHER = _Watcher()
