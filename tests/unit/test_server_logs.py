@@ -6,6 +6,7 @@ import errno
 import json
 import logging
 import os
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -266,8 +267,31 @@ def test_lines_that_nobody_reads_in_time_are_counted(monkeypatch: pytest.MonkeyP
     reads.set()
     handler = logging.getLogger().handlers[0]
     assert isinstance(handler, logs._Held)
-    handler._lines.join()
+    handler.close()
     assert any("lines were lost" in line["message"] for line in said.lines())
+
+
+COLLECTED = """
+import logging, queue, sys, threading
+from posttrain.server import logs
+logs.begin(logs.Logging("json"), held=True)
+log = logging.getLogger("posttrain.test")
+files = {logs.__file__, queue.__file__, threading.__file__}
+def collect(frame, event, _):
+    if frame.f_code.co_filename in files:
+        log.info("collected")
+        return collect
+sys.settrace(collect)
+log.info("line")
+sys.settrace(None)
+"""
+
+
+def test_garbage_that_logs_while_a_line_is_logged_does_not_stop_the_process() -> None:
+    """As a task of asyncio does whose exception nobody retrieved. Garbage may be collected at every line."""
+    done = subprocess.run([sys.executable, "-c", COLLECTED], capture_output=True, text=True, timeout=300, check=True)
+    found = [json.loads(line)["message"] for line in done.stderr.splitlines()]
+    assert (found.count("line"), found.count("collected") > 5) == (1, True)
 
 
 @pytest.mark.parametrize(("given", "says"), [(("yaml", "info"), "json or text"), (("json", "loud"), "debug, info")])

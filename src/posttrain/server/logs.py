@@ -203,26 +203,32 @@ class _Direct(logging.Handler):
 
 
 class _Held(logging.Handler):
-    """Passes lines to a thread; lines that do not fit in the queue are only counted."""
+    """Passes lines to a thread; lines that do not fit in the queue are only counted.
+
+    `SimpleQueue.put` may be interrupted by another `put` of the same thread, which `Queue.put` would wait for without
+    end: the collector of garbage may run at any line, and asyncio logs tasks that it finds there.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self._lines: queue.Queue[str] = queue.Queue(_WAITING)
-        self._lost = 0
+        self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._told = self._written = self._lost = 0
         threading.Thread(target=self._write_them, name="log", daemon=True).start()
 
     def emit(self, record: logging.LogRecord) -> None:
         """See `logging.Handler.emit`."""
-        try:
-            self._lines.put_nowait(self.format(record))
-        except queue.Full:
+        if self._lines.qsize() >= _WAITING:
             self._lost += 1
+            return
+        line = self.format(record)
+        self._told += 1
+        self._lines.put(line)
 
     def close(self) -> None:
         """Wait for pending lines; `logging.shutdown` calls it when the process ends."""
         until = threading.Event()
         for _ in range(100):
-            if not self._lines.unfinished_tasks or until.wait(0.02):
+            if self._written == self._told or until.wait(0.02):
                 break
         super().close()
 
@@ -234,7 +240,7 @@ class _Held(logging.Handler):
                 if self._lost:
                     lost, self._lost = self._lost, 0
                     logging.getLogger(OURS).warning("%d lines were lost: no process read stderr in time", lost)
-            self._lines.task_done()
+            self._written += 1
 
 
 def _write(line: str) -> None:
