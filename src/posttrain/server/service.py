@@ -33,10 +33,11 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
@@ -80,6 +81,7 @@ log = logging.getLogger("posttrain.server")
 FIRST_TOKEN_SECONDS = 30 * 86400.0
 _AGAIN = (0.2, 1.0, 5.0, 30.0)  # seconds until a driver that died is started again
 _STEADY = 60.0  # seconds after which the next start of the driver is not delayed further
+_JOIN = 5.0  # seconds that threads beside the server get to end; a store may keep one waiting for minutes
 _TIDY = 30.0  # seconds between two checks for idle workers
 _FORGET = 120  # number of such checks between two deletions of old requests
 _EVERYWHERE = ("0.0.0.0", "::", "")
@@ -268,6 +270,8 @@ def serve(workspace: Workspace, bind: Bind, say: Callable[[str], None], how: Tel
         url = f"{bind.scheme}://{_shown(bind.host)}:{port}"
         key = workspace.ledger.entropy(32).hex()
         first = _first_token(workspace, how.token)
+        beside: list[threading.Thread] = []
+        stack.callback(_join, beside)  # after the driver's end, which ends them: none may use the database any more
         words = how.log.words()
         workers = Workers(workspace.root, words)
         stack.callback(workers.close)
@@ -284,12 +288,11 @@ def serve(workspace: Workspace, bind: Bind, say: Callable[[str], None], how: Tel
         write_json(place, {"url": bind.near(port), "key": key, "pid": os.getpid(), "certificate": certificate})
         stack.callback(place.unlink, missing_ok=True)
         driver.start()
-        threading.Thread(target=store.keep_looking, name="store", daemon=True).start()
-        threading.Thread(target=_tidy, args=(workers, workspace.ledger, driver.over), name="tidy", daemon=True).start()
+        beside += [_started(store.keep_looking), _started(_tidy, workers, workspace.ledger, driver.over)]
         if workspace.hosts is not None:
             workspace.hosts.announce(bind.advertised(port), process_name())
             stack.callback(_conceal, workspace.hosts)
-            threading.Thread(target=peers.keep_looking, args=(driver.over,), name="peers", daemon=True).start()
+            beside.append(_started(peers.keep_looking, driver.over))
         say(f"serving {workspace.root} at {url}")
         say(f"console: {url}/ (log in with a token)")
         log.info("serving at %s, Posttrain %s", url, __version__)
@@ -302,6 +305,18 @@ def serve(workspace: Workspace, bind: Bind, say: Callable[[str], None], how: Tel
         server = HttpServer(configured(app, bind, room), systemd)
         signal.signal(signal.SIGHUP, server.handle_exit)
         server.run(sockets=sockets)
+
+
+def _started(does: Callable[..., None], *words: Any) -> threading.Thread:
+    thread = threading.Thread(target=does, args=words, name=does.__name__, daemon=True)
+    thread.start()
+    return thread
+
+
+def _join(threads: Iterable[threading.Thread]) -> None:
+    until = time.monotonic() + _JOIN
+    for one in threads:
+        one.join(max(0.0, until - time.monotonic()))
 
 
 def _conceal(hosts: Hosts) -> None:
