@@ -38,11 +38,13 @@ def s3_server(*buckets: str) -> Iterator[str]:
 
     S3Response._key_response_put = atomic  # type: ignore[method-assign]
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
-    server.start()
+    threading.Thread(target=server.start, daemon=True).start()  # which waits for ever for a server that cannot listen
+    if not server._server_ready_event.wait(300.0):
+        raise TimeoutError("no S3 server")
     try:
         address = "http://{}:{}".format(*server.get_host_and_port())
         for name in buckets:
-            urllib.request.urlopen(urllib.request.Request(f"{address}/{name}", method="PUT")).close()
+            urllib.request.urlopen(urllib.request.Request(f"{address}/{name}", method="PUT"), timeout=300.0).close()
         yield address
     finally:
         S3Response._key_response_put = put  # type: ignore[method-assign]

@@ -26,7 +26,14 @@ from posttrain.control import budgets
 from posttrain.control.attempts import answered, reported
 from posttrain.control.decide import LOOKS, STOP_GRACE_SECONDS, View, due_in, stall_after
 from posttrain.control.jobs import Jobs
-from posttrain.domain.errors import ConflictError, InputError, IntegrityError, PosttrainError
+from posttrain.domain.errors import (
+    ConflictError,
+    DeadlineError,
+    InfrastructureError,
+    InputError,
+    IntegrityError,
+    PosttrainError,
+)
 from posttrain.domain.jobs import JobState, Observation
 from posttrain.domain.lifecycle import AttemptState, Reason, StageState
 from posttrain.domain.manifest import Manifest
@@ -42,6 +49,7 @@ OBSERVE_SECONDS = 5.0  # time within which a job's report is read, and a job ove
 _PACE = 25.0  # jobs observed per second; the fewer jobs, the more often each is observed
 _MOST, _LEAST = 4.0, 0.05  # seconds between two observations of all jobs
 _REMOTE = 3.0  # seconds between two observations of a remote executor's jobs
+_UNANSWERED = 600.0  # seconds after which an observation that has not ended is given up
 _REPORTS = 2.0  # seconds between two reads of the jobs' reports, and of mailboxes in an object store
 _LEAVING = 60.0  # seconds between two passes for a job that has left its result but still runs
 _SOON = 1.0  # seconds until the next look at an attempt whose launch is not recorded
@@ -131,7 +139,11 @@ class _Observer:
 
         Raises:
             Exception: the executor does not answer.
+            DeadlineError: an observation has not ended in time; the next turn begins another one.
         """
+        if self._work is not None and not self._work.done() and now - self._asked >= _UNANSWERED:
+            self._work = None  # its thread may wait for ever
+            raise DeadlineError(f"executor {self.executor.name}: no answer within {_UNANSWERED:g} s")
         if self._work is not None:
             return self._ended()
         remote = self.executor.remote
@@ -164,8 +176,8 @@ class _Observer:
             found = self.executor.observe([self._jobs.folders.job(attempt) for attempt, _ in asked])
             every = zip(asked, found, strict=True)
             work.set_result({one.name: self._hear(one, was, seen, reports) for (one, was), seen in every})
-        except Exception as error:
-            work.set_exception(error)
+        except BaseException as error:  # also the panic of a library in Rust
+            work.set_exception(error if isinstance(error, Exception) else InfrastructureError(type(error).__name__))
 
     def _hear(self, attempt: AttemptRecord, was: bool, seen: Observation, reports: bool) -> _Heard:
         folder, far = self._jobs.folders.of(attempt), bool(self._jobs.folders.mailboxes())
@@ -349,9 +361,10 @@ class Beside:
         """Return whether ended work for a run is not collected yet."""
         if run_id not in self._over:
             return False
+        self._over.discard(run_id)  # first: work that ends during the look adds the run again
         left = bool(self.over(run_id))
-        if not left:
-            self._over.discard(run_id)
+        if left:
+            self._over.add(run_id)
         return left
 
     def forget(self, run_id: str) -> None:

@@ -139,6 +139,7 @@ async def _added(request: Request, mine: Arriving, start: int, total: int) -> Re
             pieces.drain()
 
     writer = asyncio.ensure_future(in_thread(UPLOAD, written))
+    writer.add_done_callback(lambda _: pieces.end())  # it may not have begun: too many uploads wait
     try:
         async for piece in request.stream():
             for at in range(0, len(piece), _CHUNK):
@@ -171,6 +172,10 @@ class _Pieces:
                 return
             except queue.Full:
                 await asyncio.sleep(_FULL)
+
+    def end(self) -> None:
+        """Discard all further pieces."""
+        self._ended = True
 
     def __iter__(self) -> Iterator[bytes]:
         while not self._ended:

@@ -345,6 +345,8 @@ class Peers:
             while piece := await in_thread(PASS_ON, found.read1, _PIECE):
                 yield piece
         finally:
+            with suppress(OSError):  # ends a read in a thread, for which `close` would wait
+                connection.sock.shutdown(socket.SHUT_RDWR)
             connection.close()
             self._let_go(who)
 

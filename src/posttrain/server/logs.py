@@ -109,7 +109,7 @@ class Printed(io.TextIOBase):
 
     def __init__(self) -> None:
         self._partial = ""
-        self._alone = threading.Lock()
+        self._alone = threading.RLock()  # an error in a finalizer is printed by the thread that prints
 
     def write(self, text: str) -> int:
         """See `io.TextIOBase.write`."""

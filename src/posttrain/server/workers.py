@@ -38,6 +38,7 @@ _READ_AT_START = ("PYTHON", "LD_", "MALLOC_", "GLIBC_")
 _START = "from posttrain.server.workers import begin; begin({}, {})"
 REQUEST_SECONDS = 900.0  # limit for a request while its connection waits
 OPERATION_SECONDS = 21600.0  # limit for an operation
+_HANDOVER = 60.0  # seconds within which a child must read its environment
 IDLE_SECONDS = 300.0  # seconds without a request after which a worker ends
 _LOOK = 0.5  # seconds between two checks whether a waiting request was ended
 
@@ -65,7 +66,9 @@ def start(
             )  # fmt: skip
         try:
             said = json.dumps(dict(os.environ)).encode()
+            ours.settimeout(_HANDOVER)  # the environment may be larger than what a socket holds
             ours.sendall(len(said).to_bytes(_LENGTH) + said)
+            ours.settimeout(None)
         except OSError:
             process.kill()
             process.wait()
@@ -197,8 +200,10 @@ class Workers:
             asking.held_by(None)
         except BaseException as error:
             asking.held_by(None)
-            self._end(process)
-            self._free.put(None)
+            try:
+                self._end(process)
+            finally:
+                self._free.put(None)
             if asking.over and isinstance(error, InfrastructureError):
                 raise StoppedError(f"{verb.replace('_', ' ')}: was cancelled while it was carried out") from error
             raise
@@ -208,12 +213,14 @@ class Workers:
         return body
 
     def _taken(self, asking: Asking, until: float) -> _Process | None:
-        while not asking.over:
+        while not asking.over and not self._closed:
             try:
                 return self._free.get(timeout=max(0.0, min(_LOOK, until - time.monotonic())))
             except queue.Empty as error:
                 if time.monotonic() >= until:
                     raise BusyError("the server is overloaded; try again later") from error
+        if self._closed:
+            raise _shutting_down()
         raise StoppedError("the request was cancelled before it was carried out")
 
     def tidy(self) -> None:
@@ -245,7 +252,7 @@ class Workers:
     def _start(self) -> _Process:
         with self._lock:
             if self._closed:
-                raise InfrastructureError("the server is shutting down; try again")
+                raise _shutting_down()
             made = _Process(self._root, self._words)
             self._all.add(made)
             return made
@@ -256,6 +263,10 @@ class Workers:
         one.end()
         with self._lock:
             self._all.discard(one)
+
+
+def _shutting_down() -> InfrastructureError:
+    return InfrastructureError("the server is shutting down; try again")
 
 
 class _Process:
@@ -297,11 +308,11 @@ class _Process:
 
     def kill(self) -> None:
         """Kill the process during a request; the request's caller gets an error."""
-        with suppress(ProcessLookupError):
+        with suppress(ProcessLookupError):  # another thread may have collected it
             os.killpg(self.id, signal.SIGKILL)
 
     def end(self) -> None:
         self._ours.close()
         if self.alive:
-            os.killpg(self.id, signal.SIGKILL)
+            self.kill()
         self._process.wait()

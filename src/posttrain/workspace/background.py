@@ -305,7 +305,7 @@ class DriverLog(io.TextIOBase):
     def __init__(self, path: Path, veil: Veil) -> None:
         self._path, self._veil = path, veil
         self._partial = ""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # an error in a finalizer is printed by the thread that prints
 
     def say(self, line: str) -> None:
         """Write one line, with the time."""
