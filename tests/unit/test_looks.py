@@ -276,3 +276,24 @@ def test_audit_11_the_look_after_the_last_that_a_policy_allows_is_not_judged() -
         )
         assert report.outcome is outcome
     assert "look 3 at these items, of 2 that the channel's policy allows" in report.verdicts[0].reason
+
+
+def test_a_result_from_the_cache_keeps_the_number_of_its_look(bench: Bench) -> None:
+    """A baseline that an earlier run only compared with is no look, and one that it judged is a look."""
+    gates = [{"name": "base", "metric": "heldout/accuracy", "not_worse_than": "base", "margin": 0.05}]
+    bench.scripts["baseline-base.evaluate"] = [evaluate(190)]
+
+    def trained(weights: str, steps: int, **changes: Any) -> tuple[str, list[int | None], str | None]:
+        bench.scripts["sft"] = [train(weights)]
+        stages = {**RUN["stages"], "sft": {**RUN["stages"]["sft"], "steps": steps}}
+        found = run(bench, stages=stages, **changes).id
+        names = [row.name for row in bench.ledger.stages(found) if row.name.startswith("baseline")]
+        return found, looks_of(bench, found), bench.stage(found, names[0]).cached_from if names else None
+
+    first, looks, _ = trained("first", 5, gates=gates)
+    assert looks == [1]
+    assert trained("first", 5, gates=gates, again=True)[1] == [1]
+    _, looks, baseline = trained("second", 6, gates=gates)
+    assert (looks, str(baseline).partition("/")[0]) == ([2], first)
+    _, looks, baseline = trained("third", 7)
+    assert (looks, str(baseline).partition("/")[2]) == ([4, 4], "evaluate"), "a run judged the model of the channel"

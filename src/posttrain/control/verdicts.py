@@ -134,7 +134,8 @@ def gate_looks(
 ) -> dict[str, Look]:
     """Return, by rule, the look at the rule's items; rules with unknown items are omitted.
 
-    Evaluations of the same run with which the gate compares are part of the same look, not earlier looks.
+    Evaluations of the same run with which the gate compares are part of the same look, not earlier looks. A result from
+    the cache keeps the number that it has in the run that computed it.
 
     Args:
         pinned: the policy under which the run was planned. If the policy has no `looks`, a project with roles (as on
@@ -152,13 +153,41 @@ def gate_looks(
         budget = pinned.policy.looks
     named = {slot: ref.name for slot, ref in gate.inputs.items() if ref.source == "stage"}
     judged = [manifest.stage(name) for slot, name in named.items() if slot.startswith(EVIDENCE)]
-    own = {(run_id, name) for slot, name in named.items() if not slot.startswith(EVIDENCE)}
+    own = _baselines(stores, manifest, run_id, rows)
+    for origin in {row.cached_from for stage in judged if (row := rows.get(stage.name)) and row.cached_from}:
+        own |= _baselines_of(stores, origin.partition("/")[0])
     before = functools.cache(lambda items: evaluations(stores, items, (written or {}).get(items, ())))
     return {
         rule.name: Look(max(_place(before(items), stage, rows, own) for stage, items in found), budget)
         for rule in manifest.gates
         if (found := [(stage, items) for stage in judged for items in _items(stage, rule)])
     }
+
+
+def _baselines(stores: Stores, manifest: Manifest, run_id: str | None, rows: Mapping[str, StageRecord]) -> set[str]:
+    """Return each evaluation, as `RUN/STAGE`, with which the gate of a run compares.
+
+    A result from the cache is one of them only if the run that computed it did not judge it.
+    """
+    found = set()
+    for name in (name for name, judged in _gate_inputs(manifest) if not judged):
+        found.add(f"{run_id}/{name}")
+        if (row := rows.get(name)) and row.cached_from:
+            run, _, stage = row.cached_from.partition("/")
+            inputs = _gate_inputs(stores.manifest(stores.ledger.run(run)))
+            found |= {row.cached_from} if (stage, False) in inputs and (stage, True) not in inputs else set()
+    return found
+
+
+def _baselines_of(stores: Stores, run_id: str) -> set[str]:
+    rows = {row.name: row for row in stores.ledger.stages(run_id)}
+    return _baselines(stores, stores.manifest(stores.ledger.run(run_id)), run_id, rows)
+
+
+def _gate_inputs(manifest: Manifest) -> set[tuple[str, bool]]:
+    """Return the stages that a gate reads, each with whether the gate judges it; if not, it compares with it."""
+    gates = [stage.inputs.items() for stage in manifest.stages if kind_of(stage.kind).judges]
+    return {(ref.name, slot.startswith(EVIDENCE)) for slots in gates for slot, ref in slots if ref.source == "stage"}
 
 
 def _items(stage: StageManifest, rule: GateRule) -> Iterator[str]:
@@ -177,7 +206,7 @@ def _place(
     looks: Iterable[Evaluation],
     stage: StageManifest,
     rows: Mapping[str, StageRecord],
-    own: Collection[tuple[str | None, str]],
+    own: Collection[str],
 ) -> int:
     """Return the number of an evaluation among all evaluations of its items; a future evaluation gets the next number.
 
@@ -186,7 +215,7 @@ def _place(
     """
     row = rows.get(stage.name)
     mine = (row.cached_from or f"{row.run_id}/{row.name}") if row else ""
-    others = {f"{look.run_id}/{look.stage}": look for look in looks if (look.run_id, look.stage) not in own}
+    others = {name: look for look in looks if (name := f"{look.run_id}/{look.stage}") not in own}
     this = others.pop(mine, None)
     if this is None:
         return 1 + len(others)
