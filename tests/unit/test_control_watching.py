@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,9 +14,10 @@ from benchmarks.watching import Idle, scripted
 from control_bench import TRAIN_ONLY, Bench, train
 from sqlalchemy import update
 
-from posttrain.control import actions
+from posttrain.control import actions, wakeups
 from posttrain.control.reconciler import LEASE_SECONDS, POLL_SECONDS, SLOT_SECONDS, Reconciler
-from posttrain.control.wakeups import Turns
+from posttrain.control.wakeups import Beside, Turns
+from posttrain.domain.errors import DeadlineError, InfrastructureError
 from posttrain.domain.jobs import Capacity, Observation
 from posttrain.domain.jobspec import JobRef
 from posttrain.execution.trainers.native import NativeTrainer
@@ -210,3 +212,60 @@ def test_audit_8_many_idle_runs_cost_little(tmp_path: Path, monkeypatch: pytest.
     assert found.observes_per_interval <= 2
     assert found.statements_per_second <= 2
     assert found.looks == 0
+
+
+def test_work_that_ends_during_the_look_for_it_is_found_by_the_next_look() -> None:
+    ends, ended = threading.Event(), threading.Event()
+
+    class Late(Beside):
+        def over(self, run_id: str) -> set[str]:
+            found = super().over(run_id)
+            ends.set()  # the work ends between the look and what the look leads to
+            assert ended.wait(300.0)
+            return found
+
+    beside = Late(1)
+    beside.begin("r", "before", lambda: None)
+    while not beside.collect("r", "before"):
+        pass
+    beside.begin("r", "late", lambda: ends.wait() and None)
+    beside._under["r", "late"].add_done_callback(lambda _: ended.set())
+    assert not beside.is_over("r")
+    assert beside.is_over("r")
+
+
+class Observed:
+    """An executor whose answer is this; the thread of an observation that never ends is the test's."""
+
+    name, remote = "far", True
+
+    def __init__(self, answer: Callable[[], list[Observation]]) -> None:
+        self.observe = lambda jobs: answer()
+
+
+def test_an_observation_that_panics_or_never_ends_is_followed_by_another_one(tmp_path: Path) -> None:
+    go, begun = threading.Event(), list[str]()
+
+    def answer() -> list[Observation]:
+        begun.append("observation")
+        if len(begun) == 1:
+            raise SystemExit(1)  # as the panic of a library in Rust, no Exception
+        go.wait()
+        return []
+
+    folders: Any = SimpleNamespace(job=lambda attempt: attempt)
+    observer = wakeups._Observer(SimpleNamespace(folders=folders), Observed(answer))  # type: ignore[arg-type]
+    job: Any = SimpleNamespace(attempt=None, answered=False)
+    assert observer.turn([job], 1000.0) is None
+    assert observer._work is not None
+    observer._work.exception(300.0)
+    with pytest.raises(InfrastructureError, match="SystemExit"):
+        observer.turn([job], 1001.0)
+    assert observer.turn([job], 2000.0) is None
+    assert observer.turn([job], 2000.0 + wakeups._UNANSWERED - 1.0) is None
+    with pytest.raises(DeadlineError, match="executor far: no answer within 600 s"):
+        observer.turn([job], 2000.0 + wakeups._UNANSWERED)
+    assert observer.turn([job], 2001.0 + wakeups._UNANSWERED) is None
+    go.set()
+    observer._work.exception(300.0)
+    assert len(begun) == 3

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import os
 import queue
+import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 from posttrain.domain.errors import BusyError, InfrastructureError, StoppedError
-from posttrain.server import limits, workers
+from posttrain.server import blobs, limits, workers
 from posttrain.server.limits import HEAVY, MOST, READ, UPLOAD, in_thread
 from posttrain.server.workers import IDLE_SECONDS, Asking, Workers, _Process
 
@@ -188,6 +190,65 @@ def test_as_many_wait_for_a_thread_as_may_and_no_more(few: threading.Event) -> N
         return [await one for one in (first, *waiting)]
 
     assert asyncio.run(asks()) == [True] * 3
+
+
+def test_who_waits_for_a_worker_is_told_that_the_server_ends(tmp_path: Path) -> None:
+    busy, told = Workers(tmp_path, most=0), list[str]()
+
+    def ask() -> None:
+        with pytest.raises(InfrastructureError) as refused:
+            asked(busy, Asking(deadline=1e6))
+        told.append(str(refused.value))
+
+    waiting = threading.Thread(target=ask)
+    waiting.start()
+    busy.close()
+    waiting.join(100.0)
+    assert told == ["the server is shutting down; try again"]
+
+
+def test_a_worker_that_another_thread_has_collected_costs_no_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers, "_START", "import sys; sys.stdin.read() #{} {}")
+    own = Workers(tmp_path, most=1)
+    with pytest.raises(InfrastructureError, match="died"):
+        asked(own)
+    process = _Process(tmp_path, ())
+    os.kill(process.id, signal.SIGKILL)
+    os.waitpid(process.id, 0)
+    monkeypatch.setattr(_Process, "alive", True)  # as long as the thread that collects it holds Popen's lock
+    process.end()
+    assert own._free.get_nowait() is None
+
+
+def test_a_child_that_does_not_read_its_environment_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "_START", "import time; time.sleep(1000) #{} {}")
+    monkeypatch.setattr(workers, "_HANDOVER", 0.2)
+    for number in range(8):  # together more than a socket holds
+        monkeypatch.setenv(f"BIG{number}", 100_000 * "x")
+    with pytest.raises(InfrastructureError, match="cannot be started"):
+        asked(Workers(tmp_path, most=1))
+
+
+class Sent:
+    """The request of an upload of 40 MiB."""
+
+    path_params: ClassVar = {"digest": "sha256:" + 64 * "0"}
+
+    async def stream(self) -> AsyncIterator[bytes]:
+        for _ in range(40):
+            yield bytes(1 << 20)
+
+
+def test_an_upload_that_finds_no_thread_in_time_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def refused(*_: Any) -> None:
+        raise BusyError("the server is overloaded (upload); try again later")
+
+    monkeypatch.setattr(blobs, "in_thread", refused)
+    added: Any = blobs._added(Sent(), None, 0, 40 << 20)  # type: ignore[arg-type]
+    with pytest.raises(BusyError):
+        asyncio.run(asyncio.wait_for(added, 300.0))
 
 
 def test_who_uploads_takes_no_thread_of_who_reads(few: threading.Event) -> None:
