@@ -413,3 +413,25 @@ def test_who_has_sent_everything_may_wait_for_the_answer(monkeypatch: pytest.Mon
     said = [{"type": "http.request", "more_body": True}]
     with pytest.raises(SlowError, match="no bytes of the request's body have arrived for 0 s"):
         asyncio.run(both())
+
+
+HANGS = """
+import signal, threading
+from posttrain.server import service
+service._END = 0.5
+app = type("App", (), {"state": type("State", (), {})()})()
+server = service.HttpServer(service.configured(app, service.Bind("127.0.0.1", 0), drain=0), service.Systemd({}))
+signal.signal(signal.SIGTERM, server.handle_exit)
+signal.raise_signal(signal.SIGTERM)
+def held(lock):
+    with lock:
+        pass
+lock = threading.Lock()
+lock.acquire()
+held(lock)
+"""
+
+
+def test_a_server_that_hangs_after_the_signal_to_end_prints_where_and_exits() -> None:
+    done = subprocess.run([sys.executable, "-c", HANGS], capture_output=True, text=True, timeout=300, check=False)
+    assert (done.returncode, "in held" in done.stderr) == (1, True)

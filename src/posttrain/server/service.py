@@ -24,6 +24,7 @@ server sends no notifications.
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import gc
 import itertools
 import logging
@@ -81,6 +82,7 @@ log = logging.getLogger("posttrain.server")
 FIRST_TOKEN_SECONDS = 30 * 86400.0
 _AGAIN = (0.2, 1.0, 5.0, 30.0)  # seconds until a driver that died is started again
 _STEADY = 60.0  # seconds after which the next start of the driver is not delayed further
+_END = 120.0  # seconds from the end of the requests to the end of the process; the driver gets 30 of them
 _JOIN = 5.0  # seconds that threads beside the server get to end; a store may keep one waiting for minutes
 _TIDY = 30.0  # seconds between two checks for idle workers
 _FORGET = 120  # number of such checks between two deletions of old requests
@@ -368,7 +370,8 @@ class HttpServer(uvicorn.Server):
         return await super().on_tick(counter)
 
     def handle_exit(self, sig: int, frame: object) -> None:
-        """See `uvicorn.Server.handle_exit`."""
+        """See `uvicorn.Server.handle_exit`. A process that does not end prints where its threads are, and exits."""
+        faulthandler.dump_traceback_later((self.config.timeout_graceful_shutdown or 0) + _END, file=2, exit=True)
         self._systemd.stopping()
         self.config.app.state.ending = True  # type: ignore[union-attr]  # the application
         super().handle_exit(sig, frame)  # type: ignore[arg-type]
