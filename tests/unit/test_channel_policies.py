@@ -505,6 +505,8 @@ def test_a_frozen_channel_goes_back_but_not_on(world: World) -> None:
     assert "(release 2, frozen)" in world.ok("ls")
     assert any("release.channel: prod is frozen" in line for line in world.json("plan", "run.yaml")["warnings"])
     assert "channel prod stays frozen" in world.ok("rollback", "prod")
+    back = "posttrain rollback prod --to 2 --lift-quarantine REASON brings it back; or judge again"
+    assert back in refused(world, "promote", second, "--lift-quarantine", "it was the traffic", code=9)
     assert "channel prod: is frozen (rollbacks are allowed)" in refused(world, "run", "run.yaml", "--again", code=9)
     run = world.newest()
     assert world.json("get", run)["reason"] == "ChannelFrozen"

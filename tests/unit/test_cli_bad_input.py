@@ -350,8 +350,15 @@ def test_usage_errors_too(world: World, words: tuple[str, ...]) -> None:
 def test_a_model_that_this_machine_cannot_hold_is_refused_before_anything_is_allocated(world: World) -> None:
     world.write("model.yaml", "hidden_size: 1000000\n")
     line = refused(world, "asset", "create", "model:huge", "model.yaml")
-    assert "model.yaml: stages.init: a model of hidden_size 1000000, layers 2" in line
+    assert "model.yaml: a model of hidden_size 1000000, layers 2" in line
     assert "has 6e+12 parameters, 22 TiB in float32, but this machine has " in line
     assert line.endswith("; make the model smaller")
+    for written, says in (
+        ("hidden_sise: 7", "hidden_sise: unknown key (did you mean 'hidden_size'?)"),
+        ("layers: x", "layers: must be a whole number in digits, got 'x'"),
+        ("seed: {a: 1}", "seed: "),
+    ):
+        world.write("model.yaml", written)
+        assert f"model.yaml: {says}" in refused(world, "asset", "create", "model:huge", "model.yaml")
     world.write("model.yaml", "hidden_size: 100000000\n")
     refused(world, "asset", "create", "model:huge", "model.yaml", naming="must be at most 10000000, got 100000000")

@@ -6,8 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from posttrain.cli.chat import Talk, _show, _side_by_side
+from posttrain.cli.main import app
 
 
 class Silent:
@@ -32,3 +34,14 @@ def test_an_empty_answer_is_named(capsys: pytest.CaptureFixture[str], pieces: tu
     assert told.count("(empty answer)") == 1
     _side_by_side([Talk(Silent("yes"), None, {}), Talk(Silent(*pieces), None, {})], "hi")  # type: ignore[arg-type]
     assert capsys.readouterr().out.count("(empty answer)") == 1
+
+
+def test_a_model_that_does_not_answer_messages_is_perhaps_one_of_plain_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = {"prod": Silent(), "other": Silent("yes")}
+    monkeypatch.setattr("posttrain.cli.chat._talker", lambda stack, name, runtime: answers[name])
+    done = CliRunner().invoke(app, ["chat", "--compare", "other", "prod", "one", "two"])
+    assert done.exit_code == 0
+    notes = [line for line in done.stderr.splitlines() if line.startswith("note: ")]
+    assert notes == [
+        "note: if prod was trained on plain text, not on messages: posttrain sample prod PROMPT",
+    ]

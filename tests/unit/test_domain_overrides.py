@@ -94,6 +94,8 @@ def test_stages_may_be_left_out_and_maps_may_be_missing() -> None:
 
 
 def test_a_path_through_a_value_or_to_an_unknown_stage_is_refused() -> None:
+    with pytest.raises(InputError, match=r"no stage 'grppo' \(did you mean 'grpo'\?\); it has sft, grpo"):
+        overridden({"stages": {"sft": {}, "grpo": {}}}, (("stages.grppo.steps", 1),))
     with pytest.raises(InputError, match=r"sft\.steps\.deep: stages\.sft\.steps must be a map, got 1"):
         overridden(RAW, (("sft.steps.deep", 1),))
     with pytest.raises(InputError, match=r"no stage 'dpo'; it has sft, model"):

@@ -177,6 +177,16 @@ def test_whoever_waits_for_a_first_model_is_told_for_what(world: World, monkeypa
     assert said[0].startswith("creating model:tiny in a run with one stage")
 
 
+def test_a_model_whose_run_failed_is_made_by_the_same_command(world: World) -> None:
+    world.ok("init")
+    words = ("asset", "create", "model:small", world.write("model.yaml", "layers: 1"))
+    world.broken["init_model"] = [1, 1]
+    assert world(*words).exit_code == 6
+    assert "model:small@1" in world.ok(*words)
+    assert "model:small@1" in world.ok(*words), "and no other one is made"
+    assert [one["state"] for one in world.json("ls")["runs"]] == ["succeeded", "failed"]
+
+
 def test_a_second_workspace_is_made_only_where_its_folder_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -61,7 +61,8 @@ Form = Literal["chat", "text"]
 def create_model(workspace: Workspace, name: str, config: Path, seed: int) -> tuple[Asset, str]:
     """Run a one-stage `init_model` run and register its model as `model:NAME`.
 
-    A repeated call with the same configuration and seed returns the existing run's model, and registers nothing new.
+    A repeated call with the same configuration and seed returns the existing run's model, and registers nothing new. If
+    that run did not succeed, the call tries again.
 
     Args:
         config: YAML with the parameters of the `init_model` stage.
@@ -82,8 +83,14 @@ def create_model(workspace: Workspace, name: str, config: Path, seed: int) -> tu
         "seed": seed,
         "stages": {STAGE: {"kind": "init_model", **params}},
     }
-    spec = parse_run_spec(raw, str(config))
-    run_id = submit_planned(plan_spec(spec, workspace, config), workspace).run.id
+    try:
+        planned = plan_spec(parse_run_spec(raw, str(config)), workspace, config)
+    except InputError as wrong:  # the file contains the parameters only, not the stage
+        raise InputError(re.sub(rf"stages\.{STAGE}(: init_model)?(: |\.)", "", str(wrong))) from wrong
+    submitted = submit_planned(planned, workspace)
+    if submitted.attached and is_final("run", submitted.run.state) and submitted.run.state != RunState.SUCCEEDED:
+        submitted = submit_planned(planned, workspace, again=True)
+    run_id = submitted.run.id
     record = drive(workspace, run_id)
     rows = tuple(workspace.ledger.stages(run_id))
     error = outcome_error(record, rows)

@@ -66,16 +66,20 @@ def chat(
     turns: list[Turn] = []
     with ExitStack() as stack:
         runtime = ["--device", device, "--dtype", dtype, "--threads", str(threads)]
+        names: Sequence[str] = () if url else compare or [str(model)]
+        talkers = [_talker(stack, name, runtime) for name in names]
         if url:
             talkers = [Talker(url.rstrip("/").removesuffix("/v1"), os.environ.get(KEY, ""), model or "")]
-        else:
-            talkers = [_talker(stack, name, runtime) for name in compare or [str(model)]]
         talks = [Talk(one, system, given) for one in talkers]
         for text in words or _typed(output is Output.TEXT):
             if output is Output.TEXT:
                 _show(talks, text)
             else:
                 turns += [talk.ask(text) for talk in talks]
+            silent = [name for name, talk in zip(names, talks, strict=False) if talk.silent]
+            names = () if silent else names  # said once
+            for name in silent:
+                aside(f"note: if {name} was trained on plain text, not on messages: posttrain sample {name} PROMPT")
     if output is Output.JSON:
         emit_json([asdict(one) for one in turns])
 
@@ -114,6 +118,7 @@ class Talk:
 
     def __init__(self, talker: Talker, system: str | None, sampling: Mapping[str, Any]) -> None:
         self._talker, self._sampling = talker, sampling
+        self.silent = False  # whether the last answer was empty
         self._messages: list[Message] = [] if system is None else [{"role": "system", "content": system}]
 
     @property
@@ -129,6 +134,7 @@ class Talk:
             said += piece
             yield piece
         self._messages += [asked, {"role": "assistant", "content": said}]
+        self.silent = not said
 
     def ask(self, message: str) -> Turn:
         """Return the whole answer to a message."""

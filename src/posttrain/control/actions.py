@@ -174,6 +174,16 @@ def retry(stores: Stores, folders: AttemptFolders, run_id: str) -> RunRecord:
         )
 
 
+def _way_back(stores: Stores, channel: str, history: Sequence[ReleaseEntry], model: str) -> str:
+    """Return the command that makes the last release of a model live again; "" if it never was."""
+    last = next((entry.sequence for entry in reversed(history) if entry.model_digest == model), None)
+    if last is None:
+        return ""
+    with stores.ledger.snapshot() as now:
+        barred = any(one.model_digest == model for one in now.quarantine(channel))
+    return f"posttrain rollback {channel} --to {last}{' --lift-quarantine REASON' if barred else ''}"
+
+
 def promote(stores: Stores, run_id: str, channel: str, lift_quarantine: str = "") -> ReleaseEntry:
     """Point a channel at a run's judged model. The report must be PASS, and the channel must not have moved since.
 
@@ -201,8 +211,10 @@ def promote(stores: Stores, run_id: str, channel: str, lift_quarantine: str = ""
     )
     if channel not in known and (manifest.release is None or manifest.release.channel != channel):
         raise unknown_channel(channel, known)
-    live, judged = stores.ledger.channel(channel), judged_at(report, channel, stores.ledger.history(channel))
-    moves, request, pinned = promotion(live, judged, report.candidate, report), None, None
+    history = stores.ledger.history(channel)
+    live, judged = stores.ledger.channel(channel), judged_at(report, channel, history)
+    back = _way_back(stores, channel, history, report.candidate)
+    moves, request, pinned = promotion(live, judged, report.candidate, report, back), None, None
     if moves:
         pinned = refuse_unmet(stores, run, manifest, report, channel)
         refuse_lift(stores.ledger, channel, report.candidate, pinned)

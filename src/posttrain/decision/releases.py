@@ -55,7 +55,7 @@ def judged_at(report: GateReport, channel: str, history: Sequence[ReleaseEntry])
     )
 
 
-def promotion(live: ReleaseEntry | None, judged: int, candidate: str, report: GateReport) -> bool:
+def promotion(live: ReleaseEntry | None, judged: int, candidate: str, report: GateReport, back: str = "") -> bool:
     """Return whether to move the channel to `candidate`, which requires a PASS on exactly this candidate.
 
     Args:
@@ -63,6 +63,7 @@ def promotion(live: ReleaseEntry | None, judged: int, candidate: str, report: Ga
         judged: sequence of the release that was live when the gates judged.
         candidate: digest of the model to release.
         report: the report of the gates.
+        back: the command that makes an earlier release of the candidate live again; "": there is none.
 
     Returns:
         True: move the channel. False: the candidate is already live (the call repeats a promotion).
@@ -85,14 +86,19 @@ def promotion(live: ReleaseEntry | None, judged: int, candidate: str, report: Ga
     if current != judged:
         raise ConflictError(
             f"promotion: the channel must still point at {_shown(judged)}, with which the gates compared, got "
-            f"{_shown(current)}; judge again: posttrain run RUN.yaml --again"
+            f"{_shown(current)}; {_next(back)}"
         )
     if report.baseline != (live.model_digest if live else None):
         raise ConflictError(
             f"promotion: the gates compared with {report.baseline or 'nothing'}, which is not the model of "
-            f"{_shown(current)}; judge again: posttrain run RUN.yaml --again"
+            f"{_shown(current)}; {_next(back)}"
         )
     return True
+
+
+def _next(back: str) -> str:
+    again = "judge again: posttrain run RUN.yaml --again"
+    return f"it was live before: {back} brings it back; or {again}" if back else again
 
 
 def rollback_target(

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from posttrain.domain.errors import InputError
+from posttrain.domain.errors import InputError, meant
 
 MOST_VALUES = 1000  # maximum number of values of one path
 _LONGEST = 40
@@ -124,7 +124,8 @@ def overridden(raw: Mapping[str, Any], setting: Setting) -> dict[str, Any]:
             if place.get(key) is None:  # the whole map may be omitted from the file
                 if keys[0] == "stages" and depth == 1:
                     names = ", ".join(stages) if isinstance(stages, dict) else "none"
-                    raise InputError(f"--set {path}: the run file has no stage {key!r}; it has {names}")
+                    hint = meant(key, stages) if isinstance(stages, dict) else ""
+                    raise InputError(f"--set {path}: the run file has no stage {key!r}{hint}; it has {names}")
                 place[key] = {}
             place = place[key]
             if not isinstance(place, dict):
