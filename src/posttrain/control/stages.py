@@ -163,13 +163,28 @@ def start_ready(stores: Stores, jobs: Jobs, view: View, stage: StageRecord) -> N
 
 
 def _rivals(stores: Stores, view: View, key: str) -> int:
-    """Return how many other stages of a run with a budget could start now and share the rest of the budget."""
+    """Return how many other stages of a run with a budget could start now and share the rest of the budget.
+
+    A stage whose result is reused needs no share, but the stages whose last input it is could start too.
+    """
     manifest = view.manifest
     if not budgets.limited(manifest):
         return 0
-    ready = [one for one in view.stages if one.state == StageState.READY and kind_of(one.kind).driver is Driver.JOB]
-    keys = {cache_key(manifest, manifest.stage(one.name), bound_inputs(one)) for one in ready} - {key}
-    return sum(stores.ledger.cached_stage(one) is None for one in keys)
+    jobs = [one for one in view.stages if kind_of(one.kind).driver is Driver.JOB]
+    ready = {
+        cache_key(manifest, manifest.stage(one.name), bound_inputs(one)): one.name
+        for one in jobs
+        if one.state == StageState.READY
+    }
+    reused = {name for one, name in ready.items() if one != key and stores.ledger.cached_stage(one) is not None}
+    there = reused | {one.name for one in view.stages if one.state == StageState.SUCCEEDED}
+    inputs = {
+        one.name: {ref.name for ref in manifest.stage(one.name).inputs.values() if ref.source == "stage"}
+        for one in jobs
+        if one.state == StageState.PENDING
+    }
+    soon = [name for name, needed in inputs.items() if needed and needed <= there]
+    return len(ready.keys() - {key}) - len(reused) + len(soon)
 
 
 def _code_changed(stores: Stores, jobs: Jobs, manifest: Manifest, stage: StageRecord) -> bool:
@@ -205,8 +220,8 @@ def _environment_changed(stores: Stores, jobs: Jobs, manifest: Manifest, stage: 
         reason=Reason.ENVIRONMENT_CHANGED,
         message=message,
         next_action=(
-            f"restore it, or accept the current environment with posttrain retry {stage.run_id}; if Posttrain's own "
-            "code changed, submit the run again, which locks the current code"
+            f"posttrain retry {stage.run_id} accepts the current environment; or restore it; if Posttrain's own code "
+            "changed, submit the run again, which locks the current code"
         ),
     )
     return True
