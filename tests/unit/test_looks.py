@@ -297,3 +297,13 @@ def test_a_result_from_the_cache_keeps_the_number_of_its_look(bench: Bench) -> N
     assert (looks, str(baseline).partition("/")[0]) == ([2], first)
     _, looks, baseline = trained("third", 7)
     assert (looks, str(baseline).partition("/")[2]) == ([4, 4], "evaluate"), "a run judged the model of the channel"
+
+
+def test_a_run_again_that_compares_with_its_own_model_is_no_other_look(bench: Bench) -> None:
+    """The first one measured the live model, which the second one does not compare with: its own is live by now."""
+    run(bench)
+    bench.scripts["sft"] = [train("other weights")]
+    other, again = (run(bench, seed=2, again=again).id for again in (False, True))
+    assert bench.stage(other, "baseline-evaluate").cached_from is None
+    assert bench.stage(again, "baseline-evaluate").cached_from == f"{other}/evaluate"
+    assert looks_of(bench, other) == looks_of(bench, again) == [2, 2]

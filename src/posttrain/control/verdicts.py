@@ -16,6 +16,7 @@ import io
 import json
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -155,7 +156,8 @@ def gate_looks(
     judged = [manifest.stage(name) for slot, name in named.items() if slot.startswith(EVIDENCE)]
     own = _baselines(stores, manifest, run_id, rows)
     for origin in {row.cached_from for stage in judged if (row := rows.get(stage.name)) and row.cached_from}:
-        own |= _baselines_of(stores, origin.partition("/")[0])
+        with suppress(NotFoundError, IntegrityError):  # of an unreadable run, every evaluation is an earlier look
+            own |= _baselines_of(stores, origin.partition("/")[0])
     before = functools.cache(lambda items: evaluations(stores, items, (written or {}).get(items, ())))
     return {
         rule.name: Look(max(_place(before(items), stage, rows, own) for stage, items in found), budget)
@@ -174,8 +176,9 @@ def _baselines(stores: Stores, manifest: Manifest, run_id: str | None, rows: Map
         found.add(f"{run_id}/{name}")
         if (row := rows.get(name)) and row.cached_from:
             run, _, stage = row.cached_from.partition("/")
-            inputs = _gate_inputs(stores.manifest(stores.ledger.run(run)))
-            found |= {row.cached_from} if (stage, False) in inputs and (stage, True) not in inputs else set()
+            with suppress(NotFoundError, IntegrityError):
+                inputs = _gate_inputs(stores.manifest(stores.ledger.run(run)))
+                found |= {row.cached_from} if (stage, False) in inputs and (stage, True) not in inputs else set()
     return found
 
 
