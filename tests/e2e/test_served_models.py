@@ -241,12 +241,15 @@ def test_a_client_that_leaves_frees_its_turn(folder: Workbench) -> None:
     with serving(folder, "prod", "--concurrency", "1", "--queue", "1") as alone:
         long = json.dumps({"prompt": "Q", "max_tokens": 90, "n": 256, "ignore_eos": True}).encode()
         clients = []
+        (engine,) = children(alone.process)
+        os.kill(engine, signal.SIGSTOP)  # so that no answer ends before somebody has looked
         for count in ("running 256.0", "waiting 1.0"):
             clients.append(http.client.HTTPConnection(alone.host))
             clients[-1].request("POST", "/v1/completions", long)
             folder.wait(count, lambda count=count: f"posttrain_served_{count}" in alone.ask("/metrics")[2])
         status, headers, found = alone.ask("/v1/completions", {"prompt": "Q"})
         assert (status, headers.get("retry-after")) == (429, "1"), found
+        os.kill(engine, signal.SIGCONT)
         for client in clients:
             client.close()
         assert alone.texts("Q", max_tokens=3)
