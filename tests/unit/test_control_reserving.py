@@ -174,17 +174,3 @@ def test_a_stage_whose_result_is_there_takes_no_share(bench: Bench) -> None:
     for _ in range(4):
         bench.reconciler.tick(run_id)
     assert [one.reserved_tokens for one in live(bench, run_id)] == [1000]
-
-
-def test_a_stage_behind_a_result_that_is_there_gets_a_share_too(bench: Bench) -> None:
-    """`a` is reused, so `c`, which trains its model further, could start as soon as `b`."""
-    a, b = TWO["stages"].values()
-    bench.scripts["a"] = [train()]
-    bench.drive(bench.submit(stages={"a": a}, gates=[], release=None))
-    bench.scripts |= {"b": [None], "c": [None]}
-    stages = {"a": a, "b": b, "c": {**b, "model": "a"}}
-    run_id = bench.submit(stages=stages, gates=[], release=None, budget={"tokens": 1000})
-    for _ in range(6):
-        bench.reconciler.step(run_id)
-    assert bench.stage(run_id, "a").cached_from
-    assert [(one.stage, one.reserved_tokens) for one in live(bench, run_id)] == [("b", 500), ("c", 500)]

@@ -163,28 +163,13 @@ def start_ready(stores: Stores, jobs: Jobs, view: View, stage: StageRecord) -> N
 
 
 def _rivals(stores: Stores, view: View, key: str) -> int:
-    """Return how many other stages of a run with a budget could start now and share the rest of the budget.
-
-    A stage whose result is reused needs no share, but the stages whose last input it is could start too.
-    """
+    """Return how many other stages of a run with a budget could start now and share the rest of the budget."""
     manifest = view.manifest
     if not budgets.limited(manifest):
         return 0
-    jobs = [one for one in view.stages if kind_of(one.kind).driver is Driver.JOB]
-    ready = {
-        cache_key(manifest, manifest.stage(one.name), bound_inputs(one)): one.name
-        for one in jobs
-        if one.state == StageState.READY
-    }
-    reused = {name for one, name in ready.items() if one != key and stores.ledger.cached_stage(one) is not None}
-    there = reused | {one.name for one in view.stages if one.state == StageState.SUCCEEDED}
-    inputs = {
-        one.name: {ref.name for ref in manifest.stage(one.name).inputs.values() if ref.source == "stage"}
-        for one in jobs
-        if one.state == StageState.PENDING
-    }
-    soon = [name for name, needed in inputs.items() if needed and needed <= there]
-    return len(ready.keys() - {key}) - len(reused) + len(soon)
+    ready = [one for one in view.stages if one.state == StageState.READY and kind_of(one.kind).driver is Driver.JOB]
+    keys = {cache_key(manifest, manifest.stage(one.name), bound_inputs(one)) for one in ready} - {key}
+    return sum(stores.ledger.cached_stage(one) is None for one in keys)
 
 
 def _code_changed(stores: Stores, jobs: Jobs, manifest: Manifest, stage: StageRecord) -> bool:
