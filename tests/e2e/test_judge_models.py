@@ -222,7 +222,7 @@ def test_a_stage_whose_judge_died_is_measured_again(home: Workbench, judged: tup
 
 
 PATIENT = """    import time
-    time.sleep(0.5)
+    time.sleep(2)
     try:
         said = ask("Q: " + completion[:8])
     except OSError:
