@@ -32,8 +32,8 @@ class Served:
         with (self.host.folder / "serve.log").open("a") as log:
             self.process = subprocess.Popen(
                 [self.host.python, "-P", "-m", "posttrain", "serve", "--port", str(self.port)],
-                cwd=self.host.folder, env=self.host.variables({"PYTHONFAULTHANDLER": "1"}), stdin=subprocess.DEVNULL,
-                stdout=log, stderr=log, text=True, start_new_session=True,
+                cwd=self.host.folder, env=self.host.variables(), stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                text=True, start_new_session=True,
             )  # fmt: skip
         self.host.started.append(self.process)
         self.host.wait("a server that answers", self.answers)
@@ -56,15 +56,10 @@ class Served:
         self.process.wait(PATIENCE)
 
     def end(self) -> None:
-        """As an administrator does. A server that does not end is made to print where each of its threads is."""
+        """As an administrator does. A server that hangs prints where its threads are and exits with 1."""
         self.process.send_signal(signal.SIGTERM)
-        try:
-            self.process.wait(PATIENCE)
-        except subprocess.TimeoutExpired:
-            self.process.send_signal(signal.SIGABRT)
-            self.process.wait(PATIENCE)
-            log = (self.host.folder / "serve.log").read_text()
-            raise AssertionError(f"a server did not end in {PATIENCE:g} s: {log[-20_000:]}") from None
+        code = self.process.wait(PATIENCE)
+        assert code in (0, -signal.SIGTERM), (self.host.folder / "serve.log").read_text()[-20_000:]
 
     def driver(self) -> psutil.Process | None:
         """Its child that drives runs."""

@@ -23,14 +23,15 @@ from console_bench import Browser
 from server_bench import Answer, ServerBench, served
 from starlette.types import Message
 
+from posttrain.access.ports import Identity
 from posttrain.domain.canonical import digest_json
 from posttrain.domain.errors import InputError, SlowError
 from posttrain.domain.ids import Role
 from posttrain.domain.records import RunRecord, StageRecord
 from posttrain.server import limits
-from posttrain.server.connections import HEADER_SECONDS, MOST, Connection, Room, most_of, quiet
+from posttrain.server.connections import HEADER_SECONDS, MOST, Connection, Peers, Room, _ask, most_of, quiet
 from posttrain.server.console import visits
-from posttrain.server.limits import ADOPT, BODY, LOGIN, UPLOAD, Most, timely, whole
+from posttrain.server.limits import ADOPT, BODY, LOGIN, PASS_ON, UPLOAD, Most, timely, whole
 from posttrain.store.grants import MOST as MOST_SESSIONS
 
 P = "/v1/projects/default"
@@ -435,3 +436,43 @@ held(lock)
 def test_a_server_that_hangs_after_the_signal_to_end_prints_where_and_exits() -> None:
     done = subprocess.run([sys.executable, "-c", HANGS], capture_output=True, text=True, timeout=300, check=False)
     assert (done.returncode, "in held" in done.stderr) == (1, True)
+
+
+@pytest.mark.parametrize("kept", ["keep-alive", "close"])
+def test_a_stream_of_a_lost_host_does_not_hold_up_the_end_of_a_server(kept: str) -> None:
+    """The end cancels the request while a thread waits for the next piece."""
+    begun = f"HTTP/1.1 200 OK\r\nconnection: {kept}\r\ntransfer-encoding: chunked\r\n\r\n3\r\none\r\n".encode()
+    request: Any = SimpleNamespace(method="GET", headers={}, url=SimpleNamespace(query=""), scope={"raw_path": b"/"})
+    over = threading.Event()
+
+    def lost(listening: socket.socket) -> None:
+        with listening.accept()[0] as peer:
+            peer.recv(1 << 16)
+            peer.sendall(begun)
+            over.wait(500.0)
+
+    async def ends(url: str) -> list[bytes]:
+        peers, who = Peers(None), Identity("user:ann", "token")
+        peers._held[who.principal] += 1
+        connection, answer = await asyncio.to_thread(_ask, url, request, b"", False)
+        found = list[bytes]()
+
+        async def passed_on() -> None:
+            async for piece in peers._pieces(connection, answer, who):
+                found.append(piece)
+
+        task = asyncio.ensure_future(passed_on())
+        while not found:
+            await asyncio.sleep(0)
+        while not limits._limits[PASS_ON].borrowed_tokens:  # a thread waits for the second piece, or soon will
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait({task})
+        assert not peers._held
+        return found
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        threading.Thread(target=lost, args=(listening,), daemon=True).start()
+        assert asyncio.run(ends(f"http://127.0.0.1:{listening.getsockname()[1]}")) == [b"one"]
+        assert not over.is_set()
+        over.set()

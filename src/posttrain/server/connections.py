@@ -389,8 +389,10 @@ def _ask(
         headers = {name: value for name in _SENT if (value := request.headers.get(name))}
         target = f"{path}?{request.url.query}" if request.url.query else path
         connection.request(request.method, target, body or None, {**headers, MARK: "1"})
+        sock = connection.sock
         found = connection.getresponse()
-        connection.sock.settimeout(_ANSWER_SECONDS)
+        connection.sock = sock  # None if the peer announces that it closes the connection; the body is still to come
+        sock.settimeout(_ANSWER_SECONDS)
         return connection, found
     except BaseException:
         connection.close()

@@ -212,7 +212,7 @@ class _Held(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self._told = self._written = self._lost = 0
+        self._queued = self._written = self._lost = 0
         threading.Thread(target=self._write_them, name="log", daemon=True).start()
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -221,14 +221,14 @@ class _Held(logging.Handler):
             self._lost += 1
             return
         line = self.format(record)
-        self._told += 1
+        self._queued += 1
         self._lines.put(line)
 
     def close(self) -> None:
         """Wait for pending lines; `logging.shutdown` calls it when the process ends."""
         until = threading.Event()
         for _ in range(100):
-            if self._written == self._told or until.wait(0.02):
+            if self._written == self._queued or until.wait(0.02):
                 break
         super().close()
 
