@@ -1,7 +1,7 @@
 """The display of a driven run: a table that is redrawn in place on a terminal, plain lines elsewhere.
 
 The display reads only the ledger and new event segments, at most eight times a second, in the thread that drives the
-run.
+run. Lines are read less often while nothing changes, because each reading takes time from the jobs.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 _REDRAW = 1 / 8  # seconds between two drawings
 _LINE_EVERY = 2.0  # seconds between plain lines about the same stage
+_QUIET, _SELDOM = 1.0, 0.5  # after this many seconds without a change, seconds between two readings for lines
 _BAR = 18  # columns of the progress bar
 _BESIDE, _NUMBER = 58, 9  # columns taken by the rest of a row, and by each metric
 _ASKS = (Reason.WAITING_FOR_SIGNAL, Reason.WAITING_FOR_APPROVAL)  # the stage needs a person
@@ -74,12 +75,13 @@ class LineDisplay:
         self._line_at: dict[str, float] = {}
         self._said_at: dict[str, float | None] = {}  # stage → time of the progress last printed
         self._noted: dict[str, tuple[Note, ...]] = {}
-        self._looked = 0.0
+        self._looked = self._changed = 0.0  # when the status was last read, and when a stage last changed
 
     def __call__(self, run: RunRecord) -> None:
         """Print a line for each change."""
         now = time.monotonic()
-        if now - self._looked < _REDRAW and not is_final("run", run.state):
+        pause = _REDRAW if now - self._changed < _QUIET else _SELDOM
+        if now - self._looked < pause and not is_final("run", run.state):
             return
         status = self._watcher.read()
         self._looked = time.monotonic()
@@ -97,7 +99,7 @@ class LineDisplay:
             return
         if told != self._told.get(row.name):
             self._told[row.name] = told
-            self._line_at[row.name] = now
+            self._line_at[row.name] = self._changed = now
             _line(row.name, _changed(stage), stage.changed_at)
             return
         new = progress.total and not progress.stale and progress.at != self._said_at.get(row.name)

@@ -253,7 +253,7 @@ def differs(stores: Stores, jobs: Jobs, manifest: Manifest, run_id: str) -> str:
     cache, record = jobs.folders.root / "cache", _record(jobs.folders, run_id)
     known = read_json(record)
     before = pinned(str(known["digest"]), cache) if known else None
-    imported = imported_by(stores, manifest)
+    imported = {} if before else imported_by(stores, manifest)
     packages = (
         before.packages if before else tuple(sorted(closure({name for own in imported.values() for name in own})))
     )

@@ -1,5 +1,7 @@
 """The native trainer: Posttrain's own engine, launched as a process, never imported here."""
 
+from __future__ import annotations
+
 import functools
 import glob
 import os
@@ -10,7 +12,7 @@ from contextlib import nullcontext
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import BaseModel, ValidationError
 
@@ -30,8 +32,10 @@ from posttrain.domain.placement import COLLOCATED, Placement
 from posttrain.domain.rewards import JUDGES
 from posttrain.domain.roles import SERVED
 from posttrain.domain.validation import explain, unknown_kind, validated
-from posttrain.engine.config import StageConfig, config_class
 from posttrain.store.attempts import AttemptFolder
+
+if TYPE_CHECKING:
+    from posttrain.engine.config import StageConfig
 
 # Model and reward sources enter by digest; these other sources and libraries also decide results.
 _DECIDING_ROOMS = (
@@ -75,6 +79,8 @@ class NativeTrainer:
         Raises:
             InputError: a kind or parameter is unknown, a value is out of range, or the stage lacks a placed role.
         """
+        from posttrain.engine.config import config_class  # takes 60 ms, and most commands check no stage
+
         model = config_class(kind, params)
         if model is None:
             return _installed_contract(kind, params)
