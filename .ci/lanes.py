@@ -61,13 +61,13 @@ def _tests(folder: str, *names: str) -> tuple[str, ...]:
 CHECKS = (
     Lane("weight", 0.1, retried=False),
     Lane("lint", 0.1, retried=False),
-    Lane("types", 1.5, retried=False),
+    Lane("types", 0.5, retried=False),
     Lane("contracts", 0.2, retried=False),
 )
-ALWAYS = (Lane("fast", 9), Lane("journey", 9), Lane("demo", 1.5))
+ALWAYS = (Lane("fast", 5), Lane("journey", 11), Lane("demo", 2.2))
 SLOW = (
     Lane(
-        "slow-engine", 9.5, (*_source("engine", "sandbox", "jobs", "planner", "pacing", "domain"), "tests/contract"),
+        "slow-engine", 17, (*_source("engine", "sandbox", "jobs", "planner", "pacing", "domain"), "tests/contract"),
         files=(
             *_tests("contract", "cluster", "forkserver", "kv_stores", "observer", "reward_cell", "reward_contract",
                     "reward_network", "rollout_contract", "rollout_schedules", "sharded_loading", "sharded_roles",
@@ -82,7 +82,7 @@ SLOW = (
         ),
     ),
     Lane(
-        "slow-control", 8, _source("control", "data", "decision", "execution", "preflight", "store", "workspace"),
+        "slow-control", 12.5, _source("control", "data", "decision", "execution", "preflight", "store", "workspace"),
         files=(
             *_tests("contract", "agent", "budget_stops", "channel_contract", "device_locks", "environment", "event_bus",
                     "executor_contract", "starved_jobs", "store_lock"),
@@ -95,7 +95,7 @@ SLOW = (
         ),
     ),
     Lane(
-        "slow-server", 8,
+        "slow-server", 10,
         _source("access", "api", "client", "events", "server", "serving", "telemetry", "trackers", "workspace"),
         files=(
             *_tests("contract", "tracker_kills", "tracker_trouble"),
@@ -107,7 +107,7 @@ SLOW = (
         ),
     ),
     Lane(
-        "slow-cli", 8.5, (*_source("app", "cli", "examples", "foreign", "views", "web"), "README.md", "docs"),
+        "slow-cli", 13.5, (*_source("app", "cli", "examples", "foreign", "views", "web"), "README.md", "docs"),
         files=(
             *_tests("e2e", "bad_input", "demo_steps", "doc_commands", "from_trl", "harness_stages", "judge_models",
                     "judged", "labelled", "long_responses", "plugin"),
@@ -148,7 +148,7 @@ OTHERS = (
     Lane("containers", 4, (*_source("execution", "jobs"), "tests/podman_image.py", "tests/e2e/test_jobs_in_images.py")),
 )
 # Before the first of the others: nothing is installed while jobs run, which compare their environment with their run's.
-PACKAGES = Lane("lanes", 2)
+PACKAGES = Lane("lanes", 1)
 
 
 def git(*words: str) -> str:

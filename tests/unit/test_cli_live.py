@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 import re
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from cli_world import World, make_world, train
@@ -17,8 +19,9 @@ from posttrain.cli.console import ago, count, duration, glyph
 from posttrain.cli.live import LineDisplay, TableDisplay, run_table
 from posttrain.domain.jobs import JobOrder, Metric, Progress
 from posttrain.domain.jobspec import JobSpec
+from posttrain.domain.lifecycle import RunState
 from posttrain.store.attempts import AttemptFolder, EventWriter
-from posttrain.views.status import RunWatcher, read_status
+from posttrain.views.status import RunStatus, RunWatcher, read_status
 
 
 @pytest.fixture
@@ -129,6 +132,29 @@ def test_redrawing_is_bounded(world: World, monkeypatch: pytest.MonkeyPatch) -> 
             moment[0] = 100.0 + look / 100
             display(record)
     assert len(reads) == 4, "eight times a second at the most"
+    workspace.close()
+
+
+def test_lines_are_read_seldom_while_nothing_changes(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    workspace = Workspace(world.root / ".posttrain")
+    watcher = RunWatcher(workspace, world.newest())
+    status, reads, moment = watcher.read(), list[float](), [100.0]
+
+    def read() -> RunStatus:
+        reads.append(moment[0])
+        moved = [replace(one, record=replace(one.record, message="another")) for one in status.stages]
+        return status if moment[0] < 105 else replace(status, stages=tuple(moved))
+
+    monkeypatch.setattr(watcher, "read", read)
+    monkeypatch.setattr("posttrain.cli.live.time", Mock(wraps=time, monotonic=lambda: moment[0]))
+    display, run = LineDisplay(watcher), replace(status.run, state=RunState.RUNNING)
+    for look in range(1000):
+        moment[0] = 100 + look / 100
+        display(run)
+    seen = next(at for at in reads if at >= 105)  # the second change
+    for change, until in ((100.0, 105.0), (seen, 110.0)):
+        assert sum(change <= at < change + 1 for at in reads) == 8, "a change is often followed by another one"
+        assert sum(change + 1.5 <= at < until for at in reads) <= 2 * (until - change - 1.5), reads
     workspace.close()
 
 
