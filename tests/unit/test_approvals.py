@@ -583,7 +583,7 @@ def test_a_quarantine_is_lifted_by_approval(world: World, user: As, protected: b
     lifting = ("rollback", "prod", "--to", run, "--lift-quarantine", "a slip")
     assert "--lift-quarantine REASON brings it back" in refused(world, *lifting[:4], code=9)
     assert "rollback to a quarantined model" in refused(world, *lifting, code=9)
-    assert world("run", "run.yaml", "--again").exit_code == 3
+    assert world("run", "run.yaml", "--again").exit_code == 9
     judged = world.newest()
     user("ann")
     assert "--lift-quarantine REASON requests an approval" in refused(world, "approve", judged, code=2)

@@ -568,7 +568,7 @@ def test_a_channel_that_an_older_version_protected_is_changed_by_nobody_until_it
         assert "is protected, so a change of its policy needs an approval, and no other user can give it" in said
         assert "run posttrain channel unprotect prod first" in said
     assert "has this policy already" in world.ok("channel", "set-policy", "prod", policy_file(world))
-    assert world("run", "run.yaml", "--again").exit_code == 3
+    assert world("run", "run.yaml", "--again").exit_code == 9
     run = world.newest()
     assert world.json("get", run)["reason"] == "Quarantined"
     lift = ("--lift-quarantine", "hush")

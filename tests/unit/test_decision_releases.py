@@ -8,10 +8,12 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from posttrain.control import verdicts
 from posttrain.decision.releases import judged_at, live_before, promotion, release_states, rollback_target
 from posttrain.domain.errors import ConflictError, GateInconclusiveError, GateRejectedError, InputError, NotFoundError
 from posttrain.domain.gates import GateReport, Outcome, Verdict
-from posttrain.domain.records import ReleaseEntry
+from posttrain.domain.lifecycle import RunState
+from posttrain.domain.records import ReleaseEntry, RunRecord, outcome_error
 
 
 def report(outcome: Outcome = Outcome.PASS, candidate: str = "new", baseline: str | None = "old") -> GateReport:
@@ -37,6 +39,12 @@ def history(*steps: str) -> list[ReleaseEntry]:
 
 def at(*steps: str) -> ReleaseEntry:
     return history(*steps)[-1]
+
+
+def test_a_run_whose_release_was_refused_ends_with_the_error_that_refused_it() -> None:
+    for kind, (reason, _) in verdicts._TURNED_AWAY.items():
+        run = RunRecord("sort-1", "sort", "sha256:0", RunState.REJECTED, "ann", 1.0, reason=reason)
+        assert type(outcome_error(run, ())) is kind
 
 
 def test_a_pass_on_an_unmoved_channel_is_promoted() -> None:

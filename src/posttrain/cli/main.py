@@ -102,6 +102,9 @@ class Commands(TyperGroup):
             raise SystemExit(told.exit_code) from error
         except Exception as error:
             if type(error).__module__.partition(".")[0] in ("click", "typer"):
+                if refused := _value_refused(error):
+                    aside(f"error: {_one_line(refused)}")
+                    raise SystemExit(refused.exit_code) from error
                 if isinstance(getattr(error, "message", None), str):
                     error.message = harmless(error.message)  # type: ignore[attr-defined]  # it quotes input
                 raise  # a usage error: typer prints it
@@ -241,6 +244,20 @@ def _one_line(error: BaseException) -> str:
     """Return a message on one line; a very long message is shortened to its beginning and end."""
     text = " ".join(str(error).split())
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]} … {text[-_LONGEST // 3 :]}"
+
+
+def _value_refused(error: Any) -> InputError | None:
+    """Return the error of an invalid value of an option or argument in Posttrain's words; None: another usage error."""
+    from pydantic import BaseModel, ValidationError
+
+    from posttrain.domain.validation import explain
+
+    cause, named = error.__cause__, getattr(getattr(error, "param", None), "opts", ("the value",))[0]
+    if not isinstance(cause, ValidationError):
+        return None
+    own = cause.errors()[0].get("ctx", {}).get("error")  # typer's own error, whose message quotes the value
+    told = f"{named}: {str(own).rstrip('.')}" if own else explain(cause, named, BaseModel)
+    return InputError(f"{told}; {error.ctx.command_path} -h shows what it takes")
 
 
 def _unreadable(error: RecursionError | UnicodeError) -> str:

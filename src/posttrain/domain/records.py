@@ -22,6 +22,7 @@ from posttrain.domain.errors import (
     JobFailedError,
     PolicyError,
     PosttrainError,
+    QuarantinedError,
     RecalledError,
     StoppedError,
 )
@@ -42,6 +43,7 @@ _REJECTED: Mapping[str, type[PosttrainError]] = {
     Reason.POLICY_NOT_MET: PolicyError,
     Reason.CHANNEL_FROZEN: ChannelClosedError,
     Reason.RECALLED: RecalledError,
+    Reason.QUARANTINED: QuarantinedError,
     Reason.APPROVAL_REJECTED: ApprovalError,
 }
 _FAILED: Mapping[str, type[PosttrainError]] = {
