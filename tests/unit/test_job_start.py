@@ -7,12 +7,14 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from test_train_job import Shop
 
+from posttrain.domain.jobs import Fact, Metric, Progress
 from posttrain.jobs import entry
 from posttrain.jobs.bodies import training
 from posttrain.jobs.entry import loading
@@ -119,6 +121,22 @@ def test_a_log_says_what_the_start_cost(shop: Shop, capsys: pytest.CaptureFixtur
     told = STARTED.search(capsys.readouterr().out)
     assert told is not None
     assert 0 <= float(told[2]) <= float(told[1])
+
+
+def test_a_log_shows_the_progress_of_a_job(capsys: pytest.CaptureFixture[str]) -> None:
+    passed: list[Fact] = []
+    sink, at = entry.Logged(passed.append), 1.7e9
+    for step in range(1, 51):  # one step a second, and a probe at every tenth
+        probe = {"probe/accuracy": step / 50} if step % 10 == 0 else {}
+        sink(Metric(step, {"loss": 2 / step, "reward/max": 1.0, **probe}, at + step))
+        sink(Progress(step, 50, "grpo", 100 * step, at + step))
+    lines = [line.split("  ") for line in capsys.readouterr().out.splitlines()]
+    assert len(passed) == 100
+    assert [line[0].partition(" grpo ")[2] for line in lines] == [f"step {n}/50" for n in (1, 11, 21, 31, 41, 50)]
+    assert lines[0][1:] == ["loss 2"], "no rate before a second line, and no value of a metric of another step"
+    assert lines[1][1:] == ["loss 0.1818", "100 tokens/s"]
+    assert lines[5][1:] == ["loss 0.04", "probe/accuracy 1", "100 tokens/s"]
+    assert lines[0][0].startswith(time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at + 1)))
 
 
 def test_what_this_file_counts_as_imported() -> None:

@@ -50,12 +50,14 @@ from posttrain.domain.jobs import (
     ANOTHER_RUNS,
     NO_MEMORY,
     NO_SPACE,
+    Fact,
     FactSink,
     Failure,
     JobOrder,
     JobResult,
     Metric,
     Note,
+    Progress,
 )
 from posttrain.domain.manifest import job_identity
 from posttrain.domain.ports import BlobStore, crashpoint
@@ -78,6 +80,8 @@ _NO_ROOM = re.compile(
 )
 _MEMORY = ("torch", "ray", "vllm")
 _PR_SET_PDEATHSIG = 1
+_LINE_SECONDS = 10.0  # between two lines of progress in a job's log
+_PRINTED = ("loss", "reward/mean", "probe/accuracy", "response_tokens/mean", "kl", "entropy", "grad_norm")  # in a line
 Program = Callable[[Mapping[str, Any]], Iterator[Mapping[str, Any]]]
 
 
@@ -149,6 +153,35 @@ class Job:
         return digest_json(job_identity(order.kind, order.params, order.seed, order.inputs, order.image))
 
 
+class Logged:
+    """A fact sink that also prints progress to the job's log: the first and the last step, and a line each 10 s."""
+
+    def __init__(self, sink: FactSink) -> None:
+        self._sink, self._values = sink, dict[str, float]()  # the metrics of the current step
+        self._printed: Progress | None = None
+
+    def __call__(self, fact: Fact) -> None:
+        """Pass the fact on, and print a line if one is due."""
+        self._sink(fact)
+        if isinstance(fact, Metric):
+            self._values |= {name: fact.values[name] for name in _PRINTED if name in fact.values}
+        elif isinstance(fact, Progress):
+            before = self._printed
+            if before is None or fact.at - before.at >= _LINE_SECONDS or fact.step == fact.total != before.step:
+                self._print(fact, before)
+            self._values.clear()
+
+    def _print(self, fact: Progress, before: Progress | None) -> None:
+        stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(fact.at))
+        words = [f"{stamp} {fact.phase} step {fact.step}/{fact.total}"]
+        words += [f"{name} {self._values[name]:.4g}" for name in _PRINTED if name in self._values]
+        if before is not None and fact.at > before.at:
+            words.append(f"{(fact.tokens - before.tokens) / (fact.at - before.at):.0f} tokens/s")
+        with suppress(OSError):  # a full disk must not end the job here
+            print("  ".join(words))
+        self._printed = fact
+
+
 Body = Callable[[Job], JobResult]
 
 
@@ -179,7 +212,7 @@ def run(attempt_dir: str, body: Body) -> int:
                 Job,
                 attempt=attempt,
                 order=order,
-                sink=sink,
+                sink=Logged(sink),
                 flush=sink.flush,
                 stopping=lambda: stopping() or attempt.stop_requested(),
                 folder=attempt.path,

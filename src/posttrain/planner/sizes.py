@@ -360,15 +360,15 @@ class _Stage:
         asked = self._load.decoded(pool.ranks)
         many = f"all {asked}" if rows >= asked > 0 else f"{rows} of {asked}"
         what = "tokens" if prompt_tokens else "tokens besides the prompt's"
-        pages = f" in pages of {KV_PAGE}" if device == "cuda" else f" in slots of {slot}"
-        counted = f"{many} rows of {longest} {what} at {_binary(row)}{pages}"
+        pages = f"pages of {KV_PAGE}" if device == "cuda" else f"slots of {slot}"
+        counted = f"this limit holds {many} rows of {longest} {what}, {_binary(row)} for each token, in {pages}"
         load = replace(self._load, kv_cache=value)
         short = "" if rows or written is not None else self._no_row(pool, whole, longest, value)
         if not rows and written is not None:
             short = (
                 f"runtime.kv_cache must hold one row of {longest} tokens ({gib(whole + nobodys)}), got {gib(written)}"
             )
-        size = Size("kv_cache", float(value), "bytes", written is None, ": ".join(filter(None, (why, counted))))
+        size = Size("kv_cache", float(value), "bytes", written is None, "; ".join(filter(None, (why, counted))))
         return Settled(load, (size,), short)
 
     def _left(self, pool: Pool, usable: int) -> tuple[int, str]:
