@@ -102,9 +102,9 @@ class Commands(TyperGroup):
             raise SystemExit(told.exit_code) from error
         except Exception as error:
             if type(error).__module__.partition(".")[0] in ("click", "typer"):
-                if refused := _value_refused(error):
-                    aside(f"error: {_one_line(refused)}")
-                    raise SystemExit(refused.exit_code) from error
+                if invalid := _invalid_value(error):
+                    aside(f"error: {_one_line(invalid)}")
+                    raise SystemExit(invalid.exit_code) from error
                 if isinstance(getattr(error, "message", None), str):
                     error.message = harmless(error.message)  # type: ignore[attr-defined]  # it quotes input
                 raise  # a usage error: typer prints it
@@ -246,7 +246,7 @@ def _one_line(error: BaseException) -> str:
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]} … {text[-_LONGEST // 3 :]}"
 
 
-def _value_refused(error: Any) -> InputError | None:
+def _invalid_value(error: Any) -> InputError | None:
     """Return the error of an invalid value of an option or argument in Posttrain's words; None: another usage error."""
     from pydantic import BaseModel, ValidationError
 
