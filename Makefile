@@ -106,7 +106,7 @@ journey: $(VENV)/.dev ## users' ways end to end, over real processes: the slow t
 slow: $(VENV)/.bench ## real processes end to end, killed on purpose; one tiny round of every benchmark; CASES=all tries more
 	$(SLOW) -m "slow $(if $(CASES),,and not deep) and $(ELSEWHERE)" $$(grep -rl mark.slow tests --include='test_*.py')
 
-slow-%: $(VENV)/.bench ## what is slow of a part and no journey: slow-engine, -control, -server, -cli, -tools (.ci/lanes.py)
+slow-%: $(VENV)/.bench ## what is slow of a part and no journey: slow-engine, -jobs, -control, -server, -cli, -tools (.ci/lanes.py)
 	$(SLOW) -m "slow and not journey and not deep and $(ELSEWHERE)" $$($(BIN)/python .ci/lanes.py files $@)
 
 fuzz: $(VENV)/.dev ## random signals to every process of whole runs: make fuzz SEED=1 RUNS=30

@@ -67,18 +67,25 @@ CHECKS = (
 ALWAYS = (Lane("fast", 5), Lane("journey", 11), Lane("demo", 2.2))
 SLOW = (
     Lane(
-        "slow-engine", 17, (*_source("engine", "sandbox", "jobs", "planner", "pacing", "domain"), "tests/contract"),
+        "slow-engine", 9, (*_source("engine", "planner", "pacing", "domain"), "tests/contract"),
         files=(
-            *_tests("contract", "cluster", "forkserver", "kv_stores", "observer", "reward_cell", "reward_contract",
-                    "reward_network", "rollout_contract", "rollout_schedules", "sharded_loading", "sharded_roles",
-                    "supported_models", "train_engine_contract", "weight_transport"),
+            *_tests("contract", "cluster", "kv_stores", "observer", "rollout_contract", "rollout_schedules",
+                    "sharded_loading", "sharded_roles", "supported_models", "train_engine_contract",
+                    "weight_transport"),
+            *_tests("unit", "engine_algorithm_protocol", "engine_distill", "engine_groups_payload",
+                    "engine_groups_typing", "engine_head_gradient", "engine_heap", "engine_lag", "engine_recipes",
+                    "engine_stopping", "engine_streaming", "engine_turns", "engine_wide", "pacing_admission",
+                    "rollout_kernels"),
+        ),
+    ),
+    Lane(
+        "slow-jobs", 9, _source("engine", "sandbox", "jobs", "domain"),
+        files=(
+            *_tests("contract", "forkserver", "reward_cell", "reward_contract", "reward_network"),
             *_tests("e2e", "adapted_runs", "best", "distill", "forked_jobs", "models_out", "outside_models",
                     "remote_teachers", "sizes", "turns"),
-            *_tests("unit", "config_reaches", "engine_algorithm_protocol", "engine_distill", "engine_groups_payload",
-                    "engine_groups_typing", "engine_head_gradient", "engine_heap", "engine_lag", "engine_recipes",
-                    "engine_stopping", "engine_streaming", "engine_turns", "engine_wide", "evaluate_job", "job_start",
-                    "pacing_admission", "reward_entries", "rollout_kernels", "selection", "stop_strings", "train_job",
-                    "weighted_rewards"),
+            *_tests("unit", "config_reaches", "evaluate_job", "job_start", "reward_entries", "selection",
+                    "stop_strings", "train_job", "weighted_rewards"),
         ),
     ),
     Lane(

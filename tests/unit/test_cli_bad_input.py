@@ -352,6 +352,11 @@ def test_usage_errors_too(world: World, words: tuple[str, ...], naming: str) -> 
     assert naming in refused(world, *words)
 
 
+def test_a_refused_value_shows_no_password(world: World) -> None:
+    for words in (("ls", "-o", "http://me:secret@host"), ("ls", "--limit", "http://me:secret@host")):
+        assert "secret" not in refused(world, *words)
+
+
 def test_a_model_that_this_machine_cannot_hold_is_refused_before_anything_is_allocated(world: World) -> None:
     world.write("model.yaml", "hidden_size: 1000000\n")
     line = refused(world, "asset", "create", "model:huge", "model.yaml")

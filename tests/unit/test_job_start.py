@@ -9,7 +9,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 from test_train_job import Shop
@@ -123,20 +124,35 @@ def test_a_log_says_what_the_start_cost(shop: Shop, capsys: pytest.CaptureFixtur
     assert 0 <= float(told[2]) <= float(told[1])
 
 
-def test_a_log_shows_the_progress_of_a_job(capsys: pytest.CaptureFixture[str]) -> None:
-    passed: list[Fact] = []
-    sink, at = entry.Logged(passed.append), 1.7e9
-    for step in range(1, 51):  # one step a second, and a probe at every tenth
-        probe = {"probe/accuracy": step / 50} if step % 10 == 0 else {}
-        sink(Metric(step, {"loss": 2 / step, "reward/max": 1.0, **probe}, at + step))
-        sink(Progress(step, 50, "grpo", 100 * step, at + step))
+def test_a_log_shows_the_progress_of_a_job(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    passed, at, now = list[Fact](), 1.7e9, [50.0]
+    monkeypatch.setattr(entry, "time", Mock(wraps=time, monotonic=lambda: now[0]))
+    with entry.Logged(passed.append) as sink:
+        for step in range(1, 49):  # one step a second, stopped before step 50, and a probe after every tenth
+            now[0] += 1
+            sink(Metric(step, {"loss": 2 / step, "reward/max": 1.0}, at + step))
+            sink(Progress(step, 50, "grpo", 100 * step, at + step))
+            if step % 10 == 0:
+                sink(Metric(step, {"probe/accuracy": step / 50}, at + step))
+        sink(Metric(48, {"probe/accuracy": 0.96}, at + 49))
     lines = [line.split("  ") for line in capsys.readouterr().out.splitlines()]
-    assert len(passed) == 100
-    assert [line[0].partition(" grpo ")[2] for line in lines] == [f"step {n}/50" for n in (1, 11, 21, 31, 41, 50)]
-    assert lines[0][1:] == ["loss 2"], "no rate before a second line, and no value of a metric of another step"
-    assert lines[1][1:] == ["loss 0.1818", "100 tokens/s"]
-    assert lines[5][1:] == ["loss 0.04", "probe/accuracy 1", "100 tokens/s"]
+    assert len(passed) == 101
+    assert [line[0].partition(" grpo ")[2] for line in lines] == [f"step {n}/50" for n in (1, 11, 21, 31, 41, 48)]
+    assert lines[0][1:] == ["loss 2"], "no rate before a second line"
+    assert lines[1][1:] == ["loss 0.1818", "probe/accuracy 0.2 at step 10", "100 tokens/s"]
+    assert lines[5][1:] == ["loss 0.04167", "probe/accuracy 0.96", "100 tokens/s"]
     assert lines[0][0].startswith(time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at + 1)))
+
+
+def test_a_strange_value_of_a_package_is_not_printed_and_ends_no_job(capsys: pytest.CaptureFixture[str]) -> None:
+    passed = list[Fact]()
+    with entry.Logged(passed.append) as sink:
+        for value, at in ((None, 1.7e9), ("0.5", 1.7e9), (1.0, 1.7e18), (10**400, 1.7e9)):
+            sink(Metric(1, {"loss": cast("float", value)}, at))
+            sink(Progress(1, 2, "own", 0, at))
+        sink(Progress(2, 2, "own", 0, 1.7e9))
+    assert len(passed) == 9
+    assert "own step 2/2" in capsys.readouterr().out
 
 
 def test_what_this_file_counts_as_imported() -> None:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _REDRAW = 1 / 8  # seconds between two drawings
 _LINE_EVERY = 2.0  # seconds between plain lines about the same stage
-_QUIET, _SELDOM = 1.0, 0.5  # after this many seconds without a change, seconds between two readings for lines
+_QUIET, _SELDOM = 1.0, 0.4  # after this many seconds without a change, seconds between two readings for lines
 _BAR = 18  # columns of the progress bar
 _BESIDE, _NUMBER = 58, 9  # columns taken by the rest of a row, and by each metric
 _ASKS = (Reason.WAITING_FOR_SIGNAL, Reason.WAITING_FOR_APPROVAL)  # the stage needs a person
@@ -92,6 +92,7 @@ class LineDisplay:
         row = stage.record
         for note in stage.progress.notes:
             if note not in self._noted.get(row.name, ()):
+                self._changed = now
                 _line(row.name, f"note: {note.message}", note.at)
         self._noted[row.name] = stage.progress.notes
         told, progress = (row.state, row.reason, row.message), stage.progress

@@ -250,13 +250,14 @@ def _invalid_value(error: Any) -> InputError | None:
     """Return the error of an invalid value of an option or argument in Posttrain's words; None: another usage error."""
     from pydantic import BaseModel, ValidationError
 
-    from posttrain.domain.validation import explain
+    from posttrain.domain.validation import explain, masked
 
-    cause, named = error.__cause__, getattr(getattr(error, "param", None), "opts", ("the value",))[0]
+    cause = error.__cause__
     if not isinstance(cause, ValidationError):
         return None
+    named = error.param.opts[0] if error.param.opts[0].startswith("-") else error.param.metavar or "the value"
     own = cause.errors()[0].get("ctx", {}).get("error")  # typer's own error, whose message quotes the value
-    told = f"{named}: {str(own).rstrip('.')}" if own else explain(cause, named, BaseModel)
+    told = f"{named}: {masked(str(own).rstrip('.'))}" if own else explain(cause, named, BaseModel)
     return InputError(f"{told}; {error.ctx.command_path} -h shows what it takes")
 
 

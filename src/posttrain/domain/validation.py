@@ -226,8 +226,13 @@ def _plainly(bound: float) -> str:
     return f"{int(bound)}" if whole and abs(bound) < 1e10 else f"{bound:.17g}" if whole else f"{bound:g}"
 
 
+def masked(text: str) -> str:
+    """Return a text without the credentials of its URLs."""
+    return _CREDENTIALS.sub("://…@", text)
+
+
 def _shortened(given: Any) -> str:
-    shown = _CREDENTIALS.sub("://…@", repr(given))
+    shown = masked(repr(given))
     return shown if len(shown) <= _SHOWN else f"{shown[: _SHOWN // 2]}…"
 
 

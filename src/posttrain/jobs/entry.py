@@ -28,7 +28,7 @@ from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
 from resource import RUSAGE_SELF, getrusage
-from typing import IO, Any, NoReturn
+from typing import IO, Any, NoReturn, Self
 
 from posttrain.domain.canonical import digest_bytes, digest_json
 from posttrain.domain.errors import (
@@ -81,7 +81,9 @@ _NO_ROOM = re.compile(
 _MEMORY = ("torch", "ray", "vllm")
 _PR_SET_PDEATHSIG = 1
 _LINE_SECONDS = 10.0  # between two lines of progress in a job's log
-_PRINTED = ("loss", "reward/mean", "probe/accuracy", "response_tokens/mean", "kl", "entropy", "grad_norm")  # in a line
+_PRINTED = (  # metrics in a line
+    *("loss", "reward/mean", "response_tokens/mean", "kl", "entropy", "grad_norm", "probe/accuracy", "probe/loss"),
+)
 Program = Callable[[Mapping[str, Any]], Iterator[Mapping[str, Any]]]
 
 
@@ -154,32 +156,48 @@ class Job:
 
 
 class Logged:
-    """A fact sink that also prints progress to the job's log: the first and the last step, and a line each 10 s."""
+    """A fact sink that also prints progress to the job's log: the first step, a line every ten seconds, and the end.
+
+    A line has the metrics of its step. A probe follows the progress of its step, so the next line shows it.
+    """
 
     def __init__(self, sink: FactSink) -> None:
-        self._sink, self._values = sink, dict[str, float]()  # the metrics of the current step
+        self._sink, self._values = sink, dict[str, tuple[int, float]]()  # step and value, since the last line
         self._printed: Progress | None = None
+        self._waiting: Progress | None = None  # the newest progress, if it was not printed
+        self._again_at = 0.0
 
     def __call__(self, fact: Fact) -> None:
         """Pass the fact on, and print a line if one is due."""
         self._sink(fact)
         if isinstance(fact, Metric):
-            self._values |= {name: fact.values[name] for name in _PRINTED if name in fact.values}
+            self._values |= {name: (fact.step, fact.values[name]) for name in _PRINTED if name in fact.values}
         elif isinstance(fact, Progress):
-            before = self._printed
-            if before is None or fact.at - before.at >= _LINE_SECONDS or fact.step == fact.total != before.step:
-                self._print(fact, before)
-            self._values.clear()
+            self._waiting = fact
+            if time.monotonic() >= self._again_at:
+                self._print(fact)
 
-    def _print(self, fact: Progress, before: Progress | None) -> None:
-        stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(fact.at))
-        words = [f"{stamp} {fact.phase} step {fact.step}/{fact.total}"]
-        words += [f"{name} {self._values[name]:.4g}" for name in _PRINTED if name in self._values]
-        if before is not None and fact.at > before.at:
-            words.append(f"{(fact.tokens - before.tokens) / (fact.at - before.at):.0f} tokens/s")
-        with suppress(OSError):  # a full disk must not end the job here
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        newest = self._waiting or (self._printed if self._values else None)
+        if newest is not None:
+            self._print(newest)
+
+    def _print(self, fact: Progress) -> None:
+        before, self._printed, self._waiting = self._printed, fact, None
+        self._again_at = time.monotonic() + _LINE_SECONDS
+        with suppress(Exception):  # neither a full disk nor a strange value of a package ends the job here
+            stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(fact.at))
+            words = [f"{stamp} {fact.phase} step {fact.step}/{fact.total}"]
+            for name, (step, value) in self._values.items():
+                if step == fact.step or name.startswith("probe/"):
+                    words.append(f"{name} {value:.4g}" + (f" at step {step}" if step != fact.step else ""))
+            if before is not None and fact.at > before.at:
+                words.append(f"{(fact.tokens - before.tokens) / (fact.at - before.at):.0f} tokens/s")
             print("  ".join(words))
-        self._printed = fact
+        self._values.clear()
 
 
 Body = Callable[[Job], JobResult]
@@ -212,7 +230,6 @@ def run(attempt_dir: str, body: Body) -> int:
                 Job,
                 attempt=attempt,
                 order=order,
-                sink=Logged(sink),
                 flush=sink.flush,
                 stopping=lambda: stopping() or attempt.stop_requested(),
                 folder=attempt.path,
@@ -225,7 +242,9 @@ def run(attempt_dir: str, body: Body) -> int:
             def work() -> JobResult:
                 _refuse_other_package(order)
                 # through the server, or directly with the user's rights
-                return body(job(blobs=ServedBlobs(attempt.path) if order.served else open_blobs(order.store_url)))
+                blobs = ServedBlobs(attempt.path) if order.served else open_blobs(order.store_url)
+                with Logged(sink) as logged:
+                    return body(job(sink=logged, blobs=blobs))
 
             result = _guarded(work)
         if attempt.outputs.is_dir():
