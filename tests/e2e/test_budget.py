@@ -6,6 +6,7 @@ import copy
 import os
 import signal
 import time
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -68,14 +69,17 @@ def test_what_killed_attempts_spent_is_billed_and_bounded(empty: Workbench, refe
         job = next((j for j in empty.live("job") if j.attempt.parent.name == "grpo"), None)
         if job is None:
             continue
-        attempt = next(
-            (a for a in empty.attempts(empty.run_id(), "grpo") if empty.root / a.folder == job.attempt), None
-        )
-        if attempt is None or not empty.steps(attempt):
-            continue
-        kills += 1
-        os.kill(job.pid, signal.SIGKILL)
-        empty.wait_end(job)
+        with suppress(ProcessLookupError):
+            os.kill(job.pid, signal.SIGSTOP)  # it must not end while the test looks, however slow the machine is
+            attempt = next(
+                (a for a in empty.attempts(empty.run_id(), "grpo") if empty.root / a.folder == job.attempt), None
+            )
+            if attempt is None or not empty.steps(attempt):
+                os.kill(job.pid, signal.SIGCONT)
+                continue
+            kills += 1
+            os.kill(job.pid, signal.SIGKILL)
+            empty.wait_end(job)
     code = empty.finish(process).code
     attempts = empty.attempts(empty.run_id())
     lost = [a for a in attempts if a.state == "lost"]

@@ -176,7 +176,7 @@ def test_usage_errors_are_exit_2(world: World) -> None:
     for words in (("frobnicate",), ("get",), ("ls", "--colour"), ("ls", "-o", "xml")):
         result = world(*words)
         assert result.exit_code == 2
-        assert "Error" in result.stderr
+        assert result.stderr.startswith("error: ")
 
 
 def test_json_knows_no_nan(capsys: pytest.CaptureFixture[str]) -> None:

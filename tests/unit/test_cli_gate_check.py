@@ -135,6 +135,12 @@ def test_the_verdicts_are_those_of_a_gate_stage(tmp_path: Path, monkeypatch: pyt
     assert {one["outcome"] for one in second[0]} == {"pass", "inconclusive", "fail"}
     assert sum(one["difference"] is not None for one in second[0]) == 3
     assert [_without(one, own) for one in found["report"]["verdicts"]] == [_without(one, own) for one in second[0]]
+    outputs = tmp_path / "outputs"  # as an evaluation writes them
+    outputs.mkdir()
+    shutil.copy(second[1], outputs / "metrics.parquet")
+    pq.write_table(pa.table({"response": ["4"]}), outputs / "items.parquet")
+    again = judged(gates(*rules, seed=18), "--results", outputs, "--against", first[1], code=3)
+    assert [_without(one, own) for one in again["report"]["verdicts"]] == [_without(one, own) for one in second[0]]
     other = judged(gates(*rules, seed=19), "--results", second[1], "--against", first[1], code=3)
     assert other["report"]["verdicts"] != found["report"]["verdicts"], "the seed of Gaffke's limit is used"
 

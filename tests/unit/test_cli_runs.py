@@ -156,6 +156,10 @@ def test_why_says_which_number_missed_by_how_much(story: tuple[World, dict[str, 
     assert "which misses the requirement (at least 0.9) by 0.6" in shown
     assert "95 % confidence limit" in shown
     assert "reason: 0 of 2 gates passed (GateFailed)" in shown
+    assert f"posttrain why {ids['B']}" not in shown, "the command that a person has just typed"
+    assert "gates failed" in world.ok("ls")
+    assert "gates failed; " not in world.ok("ls"), "the list has the first clause, why has the rest"
+    assert "--watch needs a run, got channel prod" in str(world("get", "prod", "--watch").stderr)
 
 
 def test_diff_says_that_the_reward_changed(story: tuple[World, dict[str, str]]) -> None:

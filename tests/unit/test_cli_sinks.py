@@ -245,6 +245,7 @@ def test_no_secret_is_recorded(world: World, http: Receiver, tmp_path: Path) -> 
         (("x", "--email", "a@b.org", "--from", "p@b.org", "--smtp", "h"), "--smtp must be HOST:PORT"),
         (("x", "--email", "a@b.org", "--smtp", "h:25"), "--from must be one address"),
         (("X Y", "--jsonl", "a.jsonl"), "name must be"),
+        (("x", "--jsonl", "nowhere/a.jsonl"), "does not exist; create it"),
         (("x", "--jsonl", "a.jsonl", "--on", "run-eneded"), "did you mean 'run-ended'"),
     ],
 )
@@ -258,7 +259,9 @@ def test_what_makes_no_sink_is_refused_in_a_line(world: World, words: tuple[str,
 
 def test_a_name_that_is_taken_is_refused(world: World) -> None:
     world.ok("sink", "add", "x", "--jsonl", "a.jsonl")
-    assert world("sink", "add", "x", "--jsonl", "b.jsonl").exit_code == 9
+    again = world("sink", "add", "x", "--jsonl", "b.jsonl")
+    assert again.exit_code == 9
+    assert "sink x exists; posttrain sink remove x" in again.stderr
 
 
 @pytest.mark.slow

@@ -52,12 +52,12 @@ def test_values_are_yaml(text: str, values: tuple[Any, ...]) -> None:
         ("=1", "must be PATH=VALUE"),
         ("a..b=1", "must be PATH=VALUE"),
         (".a=1", "must be PATH=VALUE"),
-        ("a=", "must have 1 to 1000 values"),
-        ("a= ", "must have 1 to 1000 values"),
+        ("a=", "a: must have a value after the =, got none; a=null removes the key"),
         ("a=1,1", "values must differ, got 1 twice"),
         ("a=[1", "values must be YAML"),
         ("a=]", "values must be YAML"),
         ("a=" + ",".join(map(str, range(1001))), "must have 1 to 1000 values"),
+        ("a= ", "must have a value after the ="),
     ],
 )
 def test_what_is_none_is_refused(text: str, words: str) -> None:
@@ -100,6 +100,11 @@ def test_a_path_through_a_value_or_to_an_unknown_stage_is_refused() -> None:
         overridden(RAW, (("sft.steps.deep", 1),))
     with pytest.raises(InputError, match=r"no stage 'dpo'; it has sft, model"):
         overridden(RAW, (("stages.dpo.steps", 1),))
+    with pytest.raises(InputError, match=r"--set sfx\.steps: the run file has no stage 'sfx' \(did you mean 'sft'\?\)"):
+        overridden(RAW, (("sfx.steps", 1),), ("release", "seed"))
+    assert overridden(RAW, (("seed.of", 1),), ("release", "seed"))["seed"] == {"of": 1}, "a key of run files"
+    with pytest.raises(InputError, match=r"gates must be a map, got a list; change it in the run file"):
+        overridden({"gates": [{"name": "accuracy"}]}, (("gates.accuracy.at_least", 1),))
 
 
 @given(

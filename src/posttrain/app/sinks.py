@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -15,7 +16,7 @@ from posttrain.access.ports import OS
 from posttrain.api.control import Control
 from posttrain.api.verbs import answers
 from posttrain.data.refs import is_confined
-from posttrain.domain.errors import InputError, nearest
+from posttrain.domain.errors import ConflictError, InputError, nearest
 from posttrain.domain.sinks import BY_PERSON, Cursor, Rule, SinkRecord, SinkView
 from posttrain.events.bus import LEAVE, Deliverer, trial
 from posttrain.events.ports import Admit, Sink, anywhere, public, refuse_foreign_secrets, refuse_resolved
@@ -150,11 +151,15 @@ def add_sink(
         )
     record = SinkRecord(name, kind, dict(settings), (Rule.of(rule),), 0.0, workspace.actor)
     open_sink(workspace, record, served=is_confined())
+    if kind == "jsonl" and not Path(str(settings["path"])).parent.is_dir():
+        raise InputError(f"sink {name}: the folder of {settings['path']} does not exist; create it")
     if is_confined():
         host = urlsplit(str(settings.get("url") or "")).hostname or str(settings.get("host") or "")
         refuse_resolved(host, public(), f"sink {name}")
     workspace.seal()
     with workspace.ledger.transaction(workspace.actor) as transaction:
+        if any(one.name == name for one in transaction.snapshot.sinks()):
+            raise ConflictError(f"sink {name} exists; posttrain sink remove {name} removes it, or choose another name")
         transaction.add_sink(record, 0 if from_start else transaction.snapshot.sealed())
     return view(workspace, name)
 

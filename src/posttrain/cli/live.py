@@ -115,7 +115,7 @@ def progress_words(stage: StageStatus) -> str:
     words = [f"{progress.step}/{progress.total}"]
     words += [f"{title} {number(progress.latest[m])}" for title, m in _METRICS.items() if m in progress.latest]
     if progress.latest.get("updates") == 0:
-        words.append("no update")
+        words.append(f"no update in step {progress.step}")
     if progress.tokens_per_second is not None:
         words.append(f"{count(progress.tokens_per_second)} tok/s")
     if progress.eta is not None and stage.record.state == StageState.RUNNING:

@@ -8,6 +8,7 @@ import errno
 import functools
 import io
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -15,11 +16,12 @@ import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer.main
 import typer.utils
 from typer.core import TyperGroup
+from typer.exceptions import TyperException
 
 from posttrain._version import __version__
 from posttrain.cli import (
@@ -66,6 +68,13 @@ class Commands(TyperGroup):
                     [(verb, one.get_short_help_str(formatter.width - 14)) for verb, one in commands if one]
                 )
 
+    def make_context(self, *words: Any, **options: Any) -> Any:
+        """Read the options before the command."""
+        try:
+            return super().make_context(*words, **options)
+        except TyperException as error:
+            _refuse_usage(error)
+
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Return the named command; reject a name from another tool, with a hint that names the matching command."""
         hint = None if self.get_command(ctx, args[0]) else HINTS.get(args[0].lower())
@@ -102,12 +111,7 @@ class Commands(TyperGroup):
             raise SystemExit(told.exit_code) from error
         except Exception as error:
             if type(error).__module__.partition(".")[0] in ("click", "typer"):
-                if invalid := _invalid_value(error):
-                    aside(f"error: {_one_line(invalid)}")
-                    raise SystemExit(invalid.exit_code) from error
-                if isinstance(getattr(error, "message", None), str):
-                    error.message = harmless(error.message)  # type: ignore[attr-defined]  # it quotes input
-                raise  # a usage error: typer prints it
+                _refuse_usage(error)
             changed = _changed(error)
             aside(f"error: {_replaced(changed, error) if changed else _bug(error)}")
             raise SystemExit(ConflictError.exit_code if changed else _BUG) from error
@@ -246,19 +250,27 @@ def _one_line(error: BaseException) -> str:
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]} … {text[-_LONGEST // 3 :]}"
 
 
-def _invalid_value(error: Any) -> InputError | None:
-    """Return the error of an invalid value of an option or argument in Posttrain's words; None: another usage error."""
+def _refuse_usage(error: Any) -> NoReturn:
+    """End the command with one line about an error of its words, which typer raised; typer prints help itself."""
     from pydantic import BaseModel, ValidationError
 
     from posttrain.domain.validation import explain, masked
 
-    cause = error.__cause__
-    if not isinstance(cause, ValidationError):
-        return None
-    named = error.param.opts[0] if error.param.opts[0].startswith("-") else error.param.metavar or "the value"
-    own = cause.errors()[0].get("ctx", {}).get("error")  # typer's own error, whose message quotes the value
-    told = f"{named}: {masked(str(own).rstrip('.'))}" if own else explain(cause, named, BaseModel)
-    return InputError(f"{told}; {error.ctx.command_path} -h shows what it takes")
+    refusal = isinstance(error, TyperException) and type(error).__name__ != "NoArgsIsHelpError"
+    if not refusal:
+        raise error
+    within, cause = getattr(error, "ctx", None), error.__cause__
+    command = within.command_path if within else "posttrain"
+    if isinstance(cause, ValidationError):
+        named = error.param.opts[0] if error.param.opts[0].startswith("-") else error.param.metavar or "the value"
+        own = cause.errors()[0].get("ctx", {}).get("error")  # typer's own error, whose message quotes the value
+        told = f"{named}: {masked(str(own).rstrip('.'))}" if own else str(explain(cause, named, BaseModel))
+    else:
+        said = re.sub(r"\.? Did you mean (.*)\?$", r" (did you mean \1?)", harmless(error.format_message()))
+        told = f"{said[:1].lower()}{said[1:].rstrip('.')}"
+    refused = InputError(f"{told}; {command} -h shows what it takes")
+    aside(f"error: {_one_line(refused)}")
+    raise SystemExit(refused.exit_code) from error
 
 
 def _unreadable(error: RecursionError | UnicodeError) -> str:

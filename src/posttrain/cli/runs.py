@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -74,7 +74,7 @@ def ls(
     )
     for run in runs:
         mark = tinted(glyph(run.state), style(run.state))
-        reason = run.under_way or (run.message if run.state != "succeeded" else run.reason)
+        reason = run.under_way or (run.message.partition("; ")[0] if run.state != "succeeded" else run.reason)
         action = "" if run.state == "succeeded" else run.next_action
         driver, took = str(run.driver or ""), duration(run.seconds)
         reason = f"[{', '.join(run.tags)}] {reason}" if run.tags else reason
@@ -138,6 +138,8 @@ def get(
         raise InputError("get: --timeout needs --watch; add --watch, or leave --timeout out")
     control = open_control()
     if control.channel_record(run).generation:
+        if watch or report:
+            raise InputError(f"get: --{'watch' if watch else 'report'} needs a run, got channel {run}; leave it out")
         _get_channel(control, run, output)
         return
     run_id = _run_or_channel(control, run)
@@ -322,8 +324,9 @@ def why(run: RunArgument, output: OutputOption = Output.TEXT) -> None:
         warning_lines,
     )
 
-    screen = console()
-    screen.print(*regression_lines(scores), run_tree(status), sep="\n")
+    screen, itself = console(), f"posttrain why {status.run.id}"
+    stages = tuple(replace(one, next_action="") if one.next_action == itself else one for one in status.stages)
+    screen.print(*regression_lines(scores), run_tree(replace(status, stages=stages)), sep="\n")
     verdicts = found.report.verdicts if found.report else ()
     words = f"{sum(v.outcome == 'pass' for v in verdicts)} of {len(verdicts)} gates passed" if verdicts else ""
     gated = words and status.run.reason.startswith("Gate")  # the verdicts below have the details

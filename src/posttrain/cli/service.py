@@ -251,7 +251,7 @@ def token_ls(output: OutputOption = Output.TEXT) -> None:
     """List the tokens of the project. The secrets of tokens are not stored and therefore not shown."""
     found = open_control().tokens()
     answer_json(output, lambda: [asdict(one) for one in found])
-    say(*(_line(one) for one in found))
+    say(*(_line(one) for one in found) if found else ["no tokens; posttrain token issue PRINCIPAL issues one"])
 
 
 def _show(issued: Issued, output: Output) -> None:

@@ -7,7 +7,7 @@ A path consists of the keys from the top of the file, joined by dots; it may beg
 import copy
 import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,7 +59,9 @@ def parse_override(text: str) -> Override:
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise InputError(f"--set {path}: values must be YAML, separated by commas, got {written!r}") from error
     values = [_number(value) for value in values] if isinstance(values, list) else values
-    if not isinstance(values, list) or not 1 <= len(values) <= MOST_VALUES or not written.strip():
+    if not written.strip():
+        raise InputError(f"--set {path}: must have a value after the =, got none; {path}=null removes the key")
+    if not isinstance(values, list) or not 1 <= len(values) <= MOST_VALUES:
         raise InputError(f"--set {path}: must have 1 to {MOST_VALUES} values, got {written[:_LONGEST]!r}")
     twice = next((value for place, value in enumerate(values) if value in values[:place]), None)
     if twice is not None:
@@ -107,18 +109,22 @@ def single(texts: Sequence[str]) -> Setting:
     return tuple((one.path, one.values[0]) for one in found)
 
 
-def overridden(raw: Mapping[str, Any], setting: Setting) -> dict[str, Any]:
+def overridden(raw: Mapping[str, Any], setting: Setting, fields: Collection[str] = ()) -> dict[str, Any]:
     """Return a run file's content with a setting applied.
 
+    Args:
+        fields: the keys at the top of a run file, to tell a misspelt stage from them; empty: not told.
+
     Raises:
-        InputError: a path leads through a value that is not a map.
+        InputError: a path leads through a value that is not a map, or begins with a misspelt stage.
     """
     changed: dict[str, Any] = copy.deepcopy(dict(raw))
     stages = changed.get("stages")
     for path, value in setting:
         keys = path.split(".")
-        if isinstance(stages, dict) and keys[0] in stages and keys[0] not in raw:
-            keys = ["stages", *keys]
+        if isinstance(stages, dict) and keys[0] not in raw:
+            misspelt = fields and keys[0] not in fields and keys[1:]
+            keys = ["stages", *keys] if keys[0] in stages or misspelt else keys
         place: Any = changed
         for depth, key in enumerate(keys[:-1]):
             if place.get(key) is None:  # the whole map may be omitted from the file
@@ -129,7 +135,8 @@ def overridden(raw: Mapping[str, Any], setting: Setting) -> dict[str, Any]:
                 place[key] = {}
             place = place[key]
             if not isinstance(place, dict):
-                raise InputError(f"--set {path}: {'.'.join(keys[: depth + 1])} must be a map, got {place!r:.40}")
+                where, kind = ".".join(keys[: depth + 1]), "a list" if isinstance(place, list) else repr(place)
+                raise InputError(f"--set {path}: {where} must be a map, got {kind:.40}; change it in the run file")
         place[keys[-1]] = value
     return changed
 

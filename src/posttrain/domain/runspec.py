@@ -274,7 +274,7 @@ def load_run_spec(path: Path, setting: Setting = ()) -> RunSpec:
             key), or a value is out of range.
     """
     source = str(path) + (f" with {setting_words(setting)}" if setting else "")
-    return parse_run_spec(overridden(read_yaml(path), setting), source)
+    return parse_run_spec(overridden(read_yaml(path), setting, RunSpec.model_fields), source)
 
 
 def parse_run_spec(raw: Any, source: str) -> RunSpec:
@@ -297,7 +297,8 @@ def read_yaml(path: Path) -> dict[str, Any]:
     except (yaml.YAMLError, ValueError) as error:  # ValueError: a number of too many digits, invalid UTF-8
         raise InputError(f"{path}: is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(raw, dict):
-        raise InputError(f"{path}: must be a map of keys, got {type(raw).__name__}")
+        got = "nothing" if raw is None else type(raw).__name__
+        raise InputError(f"{path}: must be a map of keys, got {got}; write lines such as KEY: VALUE")
     return raw
 
 

@@ -215,6 +215,8 @@ def _words(kind: str, about: Mapping[str, Any]) -> str | None:
     if kind in _SIDES:
         side, key = _SIDES[kind]
         return f"must be {side} {_plainly(about[key])}"
+    if kind == "string_pattern_mismatch":
+        return f"must match {about['pattern']}"
     if kind == "literal_error":
         return f"must be one of {str(about['expected']).replace(' or ', ', ')}"
     return _PLAIN.get(kind)
