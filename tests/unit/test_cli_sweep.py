@@ -146,7 +146,7 @@ def test_the_last_line_runs_the_best_setting_exactly(world: World) -> None:
         (["--set", "grpo.steps=5"], "needs a setting that varies"),
         (["--set", "grpo.stepz=5,6"], "did you mean 'steps'"),
         (["--set", "grpo.steps=0,6"], "grpo.steps 0"),
-        (["--set", "dpo.steps=1,2"], "run.yaml with dpo.steps 1"),
+        (["--set", "dpo.steps=1,2"], "the run file has no stage 'dpo' (did you mean 'grpo'?)"),
         (["--set", "grpo.steps=1,2", "--metric", "heldout/acuracy"], "did you mean 'heldout/accuracy'"),
         (
             ["--set", "grpo.steps=1,2", "--metric", "heldout/response_tokens"],

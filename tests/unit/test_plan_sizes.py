@@ -292,7 +292,7 @@ def test_plan_shows_the_arithmetic_of_every_default(world: World, machine: list[
     assert "micro_batch_tokens: 16384 tokens: " in shown
     assert "activation_checkpointing: on" in shown
     assert "70.7 GiB of 79.6 GiB usable on one GPU less" in shown
-    assert "at 128 KiB" in shown
+    assert "128 KiB for each token" in shown
     (numbers,) = re.findall(r"kv_cache: ([\d.]+) GiB: ([\d.]+) GiB of 79.6 GiB usable on one GPU less ([\d.]+)", shown)
     cache, usable, held = map(float, numbers)
     assert cache == pytest.approx(usable - held, abs=0.2)
