@@ -266,7 +266,7 @@ def _refuse_usage(error: Any) -> NoReturn:
         own = cause.errors()[0].get("ctx", {}).get("error")  # typer's own error, whose message quotes the value
         told = f"{named}: {masked(str(own).rstrip('.'))}" if own else str(explain(cause, named, BaseModel))
     else:
-        said = re.sub(r"\.? Did you mean (.*)\?$", r" (did you mean \1?)", harmless(error.format_message()))
+        said = re.sub(r"\.? Did you mean (.*)\?$", r" (did you mean \1?)", masked(harmless(error.format_message())))
         told = f"{said[:1].lower()}{said[1:].rstrip('.')}"
     refused = InputError(f"{told}; {command} -h shows what it takes")
     aside(f"error: {_one_line(refused)}")
