@@ -96,6 +96,17 @@ def test_a_learning_rate_that_is_too_high_is_a_reward_collapse_and_a_lower_one_i
 
 
 @pytest.mark.slow
+def test_equal_rewards_are_no_signal_and_a_task_that_was_learnt_is_none(tmp_path: Path) -> None:
+    curves = trained(tmp_path, tiny(), lambda _, rows: [0.25] * len(rows), 1e-3, steps=20)
+    told = "20 of 20 steps made no update; threshold: 75% of the steps; reward/mean went from 0.25 (steps 1 to 5) to"
+    assert told in found(curves)["no-signal"]
+    learnt = curves | {"reward/mean": straight(0.25, 1.0), "reward/std": straight(0.4, 0.0)}
+    assert "no-signal" not in found(learnt)
+    some = curves | {"updates": {step: float(step % 3 == 0) for step in range(1, 21)}}
+    assert "no-signal" not in found(some), "a third of the steps learn"
+
+
+@pytest.mark.slow
 def test_noisy_rewards_and_a_high_learning_rate_are_an_entropy_collapse(tmp_path: Path) -> None:
     draws = random.Random(5)
 
@@ -254,7 +265,7 @@ def test_longer_responses_are_an_explosion_if_the_limit_cuts_them(
 WORST = {  # metric → values of both halves
     "reward/mean": (1.0, 0.0), "reward/std": (0.1, 0.1), "reward/stderr": (0.01, 0.01), "entropy": (2.0, 0.01),
     "response_tokens/mean": (10.0, 90.0), "truncated": (0.0, 1.0), "mismatch_kl": (0.1, 0.1),
-    "tokens_per_second": (100.0, 1.0),
+    "tokens_per_second": (100.0, 1.0), "updates": (0.0, 0.0),
 }  # fmt: skip
 
 
@@ -262,6 +273,7 @@ WORST = {  # metric → values of both halves
     ("name", "least", "symptom"),
     [
         ("reward/mean", 20, "reward-collapse"),
+        ("updates", 20, "no-signal"),
         ("entropy", 20, "entropy-collapse"),
         ("response_tokens/mean", 20, "length-explosion"),
         ("mismatch_kl", 5, "train-inference-mismatch"),
@@ -392,7 +404,7 @@ def fields() -> frozenset[str]:
 @pytest.mark.parametrize("symptom", SYMPTOMS, ids=lambda one: one.name)
 def test_a_remedy_names_fields_that_there_are(symptom: Any) -> None:
     quoted = re.findall(r"`([^`]+)`", symptom.remedy)
-    named = [word for word in quoted if not word.startswith("posttrain ") and word not in (*WORDS, "dapo", "reward")]
+    named = [word for word in quoted if not word.startswith("posttrain ") and word not in (*WORDS, "dapo", "reward", "sft")]
     assert named
     for word in named:
         parts = re.findall(r"[a-z_]+(?=[.:])|[a-z_]+$", word)

@@ -26,6 +26,7 @@ _SHORTER = 0.8  # share of the earlier response length; shorter responses have a
 _FALL, _ERRORS = 0.5, 4.0  # standard deviations and standard errors by which a reward falls
 _NARROW, _GAIN, _UNIFORM = 0.1, 0.25, 0.1  # share of the entropy; standard deviations; share of the deviation
 _LONGER, _CUT, _MOST_CUT = 2.0, 0.25, 0.5  # factor of the response length; shares of responses
+_IDLE = 0.75  # share of the steps
 _APART, _EFFECTIVE = 2e-3, 0.5  # nats per token, above the rounding of bfloat16; share of tokens
 
 
@@ -131,6 +132,18 @@ def _throughput(facts: StageFacts) -> str:
     return f"tokens_per_second fell from {before} to {now}; threshold: {_SLOW:.0%} of the earlier median"
 
 
+def _no_signal(facts: StageFacts) -> str:
+    updates, means, spreads = facts.points("updates"), facts.ends("reward/mean"), facts.ends("reward/std")
+    idle = sum(point.value == 0 for point in updates)
+    if not (updates and means and spreads) or idle < _IDLE * len(updates):
+        return ""
+    gain = means[1].value - means[0].value
+    if gain > 0 and gain >= _GAIN * spreads[0].value:  # the policy has learnt the task, so its rewards became equal
+        return ""
+    idly = f"{idle} of {len(updates)} steps made no update; threshold: {_IDLE:.0%} of the steps"
+    return f"{idly}; reward/mean went from {means[0]} to {means[1]}"
+
+
 def _reward_collapse(facts: StageFacts) -> str:
     means, spreads = facts.points("reward/mean"), facts.curves.get("reward/std", {})
     if not means:
@@ -228,6 +241,17 @@ SYMPTOMS = (
         "lower `reward_timeout`; raise `runtime.kv_cache` if the metric `rollout/preemptions` grows; end the other "
         "processes.",
         _throughput,
+    ),
+    Symptom(
+        "no-signal",
+        "`updates` and `reward/mean`",
+        f"{_IDLE:.0%} of the steps make no update, while the mean reward gains less than {_GAIN:g} standard deviations "
+        "of the samples",
+        "In most steps, all samples of each prompt have the same reward, so there is no gradient: the prompts are too "
+        "hard or too easy for the policy, or the reward has too few different values.",
+        "Train longer with `sft` first, or choose prompts that the policy solves sometimes. Raise `group_size` or "
+        "`temperature`, give partial credit in the reward, or use the kind `dapo`, which replaces such groups.",
+        _no_signal,
     ),
     Symptom(
         "reward-collapse",
