@@ -404,7 +404,8 @@ def fields() -> frozenset[str]:
 @pytest.mark.parametrize("symptom", SYMPTOMS, ids=lambda one: one.name)
 def test_a_remedy_names_fields_that_there_are(symptom: Any) -> None:
     quoted = re.findall(r"`([^`]+)`", symptom.remedy)
-    named = [word for word in quoted if not word.startswith("posttrain ") and word not in (*WORDS, "dapo", "reward", "sft")]
+    others = (*WORDS, "dapo", "reward", "sft")
+    named = [word for word in quoted if not word.startswith("posttrain ") and word not in others]
     assert named
     for word in named:
         parts = re.findall(r"[a-z_]+(?=[.:])|[a-z_]+$", word)
