@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 import typer.main
 
@@ -92,6 +92,8 @@ def _value(parameter: Any) -> str:
     annotation = parameter.type_descriptor.annotation
     if isinstance(annotation, type) and issubclass(annotation, Enum):
         return " · ".join(f"`{member.value}`" for member in annotation)
+    if get_origin(annotation) is Literal:
+        return " · ".join(f"`{value}`" for value in get_args(annotation))
     if parameter.param_type_name == "option" and parameter.metavar:
         return f"`{parameter.metavar}`".replace("|", "\\|")
     several = get_origin(annotation) is list

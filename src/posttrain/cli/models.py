@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -28,8 +28,8 @@ ModelArgument = Annotated[
         help="Channel (prod, prod@3), run or its stage (sort, sort/sft), or ref: model:NAME, hf:ORG/NAME@COMMIT.",
     ),
 ]
-DeviceOption = Annotated[str, typer.Option(help="Device: auto, cpu or cuda.")]
-DtypeOption = Annotated[str, typer.Option(help="Type of the weights: auto, float32 or bfloat16.")]
+DeviceOption = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Device.")]
+DtypeOption = Annotated[Literal["auto", "float32", "bfloat16"], typer.Option(help="Type of the weights.")]
 ThreadsOption = Annotated[int, typer.Option(min=1, help="Number of CPU threads.")]
 MaxNewTokens = Annotated[
     int | None, typer.Option(min=1, help="Maximum tokens of a response; default: 256, or the context's limit.")
