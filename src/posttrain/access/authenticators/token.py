@@ -97,7 +97,7 @@ def rotate(ledger: Ledger, actor: str, token_id: str, seconds: float) -> tuple[s
     with ledger.transaction(actor) as transaction:
         old = next((one for one in transaction.snapshot.tokens() if one.id == token_id), None)
         if old is None:
-            raise NotFoundError(f"there is no token {token_id!r}")
+            raise NotFoundError(f"there is no token {token_id!r}; posttrain token ls shows them")
         if ledger.clock.now() >= old.expires_at:
             raise InputError(f"token {token_id} has expired and cannot be replaced; issue a new one")
         if not transaction.revoke_token(token_id):
