@@ -72,6 +72,7 @@ SLOW = (
             *_tests("contract", "cluster", "kv_stores", "observer", "rollout_contract", "rollout_schedules",
                     "sharded_loading", "sharded_roles", "supported_models", "train_engine_contract",
                     "weight_transport"),
+            *_tests("e2e", "distill", "sizes"),
             *_tests("unit", "engine_algorithm_protocol", "engine_distill", "engine_groups_payload",
                     "engine_groups_typing", "engine_head_gradient", "engine_heap", "engine_lag", "engine_recipes",
                     "engine_stopping", "engine_streaming", "engine_turns", "engine_wide", "pacing_admission",
@@ -82,8 +83,8 @@ SLOW = (
         "slow-jobs", 9, _source("engine", "sandbox", "jobs", "domain"),
         files=(
             *_tests("contract", "forkserver", "reward_cell", "reward_contract", "reward_network"),
-            *_tests("e2e", "adapted_runs", "best", "distill", "forked_jobs", "models_out", "outside_models",
-                    "remote_teachers", "sizes", "turns"),
+            *_tests("e2e", "adapted_runs", "best", "forked_jobs", "models_out", "outside_models", "remote_teachers",
+                    "turns"),
             *_tests("unit", "config_reaches", "evaluate_job", "job_start", "reward_entries", "selection",
                     "stop_strings", "train_job", "weighted_rewards"),
         ),
