@@ -338,7 +338,7 @@ def test_what_cannot_be_served_ends_with_one_line(bench: Workbench, tmp_path: Pa
     for words, said in (
         (("prod", "--host", "0.0.0.0"), "add --keys"),
         (("prod", "--host", "0.0.0.0", "--keys"), "TLS"),
-        (("prod", "--dtype", "float16"), "dtype: must be one of 'auto', 'float32', 'bfloat16', got 'float16'"),
+        (("prod", "--dtype", "float16"), "--dtype: 'float16' is not one of 'auto', 'float32', 'bfloat16'"),
         (("prod", "--context", "97"), "--context must be at most 96"),
         (("model:broken",), "must be finite, got NaN or infinity in model.norm.weight"),
         (("nosuch",), "no channel"),
