@@ -347,7 +347,7 @@ def test_words_that_are_none(world: World, words: tuple[str, ...]) -> None:
         (("sweep", "run.yaml", "--seeds", "0"), "--seeds: must be at least 1, got '0'"),
         (("ls", "-o", "yaml"), "--output: 'yaml' is not one of 'text', 'json'; posttrain ls -h"),
         (("plan",), "missing argument 'RUN.yaml'; posttrain plan -h shows what it takes"),
-        (("ls", "--limti", "3"), "no such option: --limti (Possible options: --limit); posttrain ls -h"),
+        (("ls", "--limti", "3"), "no such option: --limti (did you mean --limit?); posttrain ls -h"),
         (("--bogus", "ls"), "no such option: --bogus; posttrain -h"),
         (("lineag",), "no such command 'lineag' (did you mean 'lineage'?); posttrain -h"),
         (("channel", "bogus"), "no such command 'bogus'; posttrain channel -h"),

@@ -46,7 +46,7 @@ PARQUET = "parquet"
 _COLUMNS = ("metric", "item_id", "value", "binary", "low", "high")
 RESULTS, AGAINST = "--results", "--against"
 _SUFFIXES = (".parquet", ".json", ".eval")  # of the files in a folder that are read
-_RESPONSES = "items.parquet"  # beside metrics.parquet in the outputs of an evaluation
+_METRICS, _RESPONSES = "metrics.parquet", "items.parquet"  # the outputs of an evaluation
 _LISTED = 30  # metrics that an error lists
 
 
@@ -242,9 +242,8 @@ def _read(option: str, paths: Sequence[Path], spec: GateFile, gates: Path) -> _M
 
 def _files(path: Path) -> Iterator[Path]:
     """Yield the results files of a folder, or the file itself."""
-    found = [
-        one for one in sorted(path.rglob("*")) if one.suffix in _SUFFIXES and one.is_file() and one.name != _RESPONSES
-    ]
+    found = [one for one in sorted(path.rglob("*")) if one.suffix in _SUFFIXES and one.is_file()]
+    found = [one for one in found if one.name != _RESPONSES or one.with_name(_METRICS) not in found]
     if path.is_dir() and not found:
         raise InputError(f"{path}: must contain results ({', '.join(_SUFFIXES)}), got a folder without; check the path")
     if not path.is_dir() and path.exists() and not path.is_file():

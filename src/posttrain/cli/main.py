@@ -69,7 +69,7 @@ class Commands(TyperGroup):
                 )
 
     def make_context(self, *words: Any, **options: Any) -> Any:
-        """Read the options before the command."""
+        """Parse the options before the command; report an error as one line."""
         try:
             return super().make_context(*words, **options)
         except TyperException as error:
@@ -256,7 +256,7 @@ def _refuse_usage(error: Any) -> NoReturn:
 
     from posttrain.domain.validation import explain, masked
 
-    refusal = isinstance(error, TyperException) and type(error).__name__ != "NoArgsIsHelpError"
+    refusal = isinstance(error, TyperException) and type(error).__name__ != "NoArgsIsHelpError"  # has no public name
     if not refusal:
         raise error
     within, cause = getattr(error, "ctx", None), error.__cause__
@@ -266,7 +266,8 @@ def _refuse_usage(error: Any) -> NoReturn:
         own = cause.errors()[0].get("ctx", {}).get("error")  # typer's own error, whose message quotes the value
         told = f"{named}: {masked(str(own).rstrip('.'))}" if own else str(explain(cause, named, BaseModel))
     else:
-        said = re.sub(r"\.? Did you mean (.*)\?$", r" (did you mean \1?)", masked(harmless(error.format_message())))
+        said = masked(harmless(error.format_message()))
+        said = re.sub(r"\.? (?:Did you mean (.*)\?|\(Possible options: (.*)\))$", r" (did you mean \1\2?)", said)
         told = f"{said[:1].lower()}{said[1:].rstrip('.')}"
     refused = InputError(f"{told}; {command} -h shows what it takes")
     aside(f"error: {_one_line(refused)}")

@@ -140,8 +140,8 @@ def _no_signal(facts: StageFacts) -> str:
     gain = means[1].value - means[0].value
     if gain > 0 and gain >= _GAIN * spreads[0].value:  # the policy has learnt the task, so its rewards became equal
         return ""
-    idly = f"{idle} of {len(updates)} steps made no update; threshold: {_IDLE:.0%} of the steps"
-    return f"{idly}; reward/mean went from {means[0]} to {means[1]}"
+    evidence = f"{idle} of {len(updates)} steps made no update; threshold: {_IDLE:.0%} of the steps"
+    return f"{evidence}; reward/mean went from {means[0]} to {means[1]}"
 
 
 def _reward_collapse(facts: StageFacts) -> str:
